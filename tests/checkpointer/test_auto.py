@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Auto, Checkpointer, EveryTime, Memory
 from holdfast.checkpointer.auto_trigger import AutoTrigger, num_nodes
-from holdfast.checkpointer.events import SaveBegun, SaveCommitted, SaveEvent, SaveFailed, SaveReturned
+from holdfast.checkpointer.events import SaveBegun, SaveCommitted, SaveEvent, SaveFailed, SaveHeld, SaveReturned
 from holdfast.errors import StorageError
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
@@ -26,10 +27,11 @@ from tests.support.ranks import run_ranks
 class Driver:
     """An `AutoTrigger` whose clock the test sets; its steps take a second."""
 
-    def __init__(self, run: str, policy: Auto, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, run: str, policy: Auto, monkeypatch: pytest.MonkeyPatch, *, has_memory: bool = False) -> None:
         self.now_s = 1000.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now_s)
-        self.trigger = AutoTrigger(policy, location_of(run), world_size=1, now_s=self.now_s)
+        where = location_of(run)
+        self.trigger = AutoTrigger(policy, where, world_size=1, now_s=self.now_s, has_memory=has_memory)
 
     def steps(self, number: int) -> list[str]:
         """Enter so many steps. Returns the wishes."""
@@ -37,13 +39,13 @@ class Driver:
         for _ in range(number):
             self.now_s += 1.0
             wishes.append(self.trigger.wish(None, self.now_s))
-        return [wish for wish in wishes if wish]
+        return [wish.reason for wish in wishes if wish]
 
-    def save(self, step: int, *, blocked_s: float) -> None:
-        self.trigger.hear(SaveBegun(step, "node memory", is_first_rank=True))
+    def save(self, step: int, *, blocked_s: float, memory_only: bool = False) -> None:
+        self.trigger.hear(SaveBegun(step, "node memory", is_first_rank=True, memory_only=memory_only))
         self.now_s += blocked_s
         self.trigger.hear(SaveReturned(step, blocked_s))
-        self.trigger.saved(self.now_s)
+        self.trigger.saved(self.now_s, memory_only=memory_only)
 
     def end(self, event: SaveEvent) -> None:
         self.trigger.hear(event)
@@ -111,6 +113,55 @@ def test_an_evaluation_right_after_the_first_save_is_not_its_cost(driver: Driver
     assert driver.steps(1) == ["every 2 min, as Auto has chosen"]
 
 
+class TestMemory:
+    """Saves to memory alone between the others, each of which costs a quarter."""
+
+    @pytest.fixture
+    def driver(self, run: str, monkeypatch: pytest.MonkeyPatch) -> Driver:
+        driver = Driver(run, Auto(mttf_s=3600.0, max_overhead=0.5), monkeypatch, has_memory=True)
+        driver.steps(17)
+        driver.save(17, blocked_s=8.0)
+        driver.end(SaveCommitted(17, 100))
+        return driver
+
+    def test_one_is_measured_soon_after_the_first_save(self, driver: Driver) -> None:
+        assert driver.steps(15) == []
+        assert driver.steps(1) == ["Auto measures a save to memory"]
+
+    def test_a_skipped_one_is_tried_again_later(self, driver: Driver) -> None:
+        driver.steps(16)
+        driver.trigger.saved(driver.now_s, memory_only=True)
+        assert driver.steps(15) == []
+        assert driver.steps(1) == ["Auto measures a save to memory"]
+
+    def test_each_tier_has_an_interval_of_its_own(self, driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+        driver.steps(16)
+        with caplog.at_level(logging.INFO, logger="holdfast"):
+            driver.save(33, blocked_s=0.1, memory_only=True)
+            driver.end(SaveHeld(33, 100))
+            begun_s = driver.now_s
+            driver.steps(1)
+        choice = driver.trigger.choice
+        assert choice is not None
+        # sqrt(2 * 0.1 s * 3600 s / 0.23), and sqrt(2 * 8 s * 3600 s / 0.77)
+        assert choice.memory_interval_s == pytest.approx(56.0, rel=0.01)
+        assert choice.interval_s == pytest.approx(273.5, rel=0.01)
+        assert "saves every 56 s to memory alone" in caplog.text
+        wishes = driver.steps(300)
+        assert wishes[0] == "every 56 s to memory, as Auto has chosen"
+        assert wishes[-1] == "every 4.56 min, as Auto has chosen"
+        assert driver.now_s > begun_s + 273.5
+
+    def test_where_they_cost_as_much_as_the_others_there_are_none(self, driver: Driver) -> None:
+        driver.steps(16)
+        driver.save(33, blocked_s=8.0, memory_only=True)
+        driver.end(SaveHeld(33, 100))
+        driver.steps(1)
+        choice = driver.trigger.choice
+        assert choice is not None
+        assert choice.memory_interval_s == math.inf
+
+
 def test_a_save_that_ctrl_c_ended_is_tried_again(run: str) -> None:
     """`Auto` waited for the end of that save for ever, and saved nothing any more."""
 
@@ -156,9 +207,9 @@ def test_a_loop_says_what_it_expects_and_why(run: str, memory: Memory, caplog: p
         for step in own.steps(200):
             time.sleep(0.005)
             handle = own.step(step)
-            if handle is not None:
+            if handle is not None and not handle.memory_only:
                 handle.durable.wait(20.0)
-    (text,) = [record.message for record in caplog.records if "Auto saves every" in record.message]
+    text, *_ = [record.message for record in caplog.records if "Auto saves every" in record.message]
     assert "from 1 node as in llama3 and 1 job before this one" in text
     assert committed(run) == [0, 17, 199]
 
@@ -187,7 +238,8 @@ def loop_of_auto(run: str, node_dir: str) -> list[int]:
     with Checkpointer(run, {"w": torch.zeros(5)}, memory=memory, save=Auto(mttf_s=1.0, max_overhead=0.9)) as own:
         for step in own.steps(10_000):
             time.sleep(0.01 + 0.002 * dist.get_rank())
-            if own.step(step) is not None:
+            handle = own.step(step)
+            if handle is not None and not handle.memory_only:
                 saved.append(step)
             if len(saved) == 3:
                 break

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, Handle, Memory
+from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Handle, Memory, OnMetric
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
@@ -228,6 +228,59 @@ def test_right_after_a_restore_it_does_not_wait_for_the_commit_of_what_was_resto
     own.save(5).durable.wait(20.0)
     own.close()
     assert committed(run) == [0, 3, 5]
+
+
+def test_a_loop_saves_to_memory_between_its_other_saves(run: str, state: dict[str, object], memory: Memory) -> None:
+    policy = EverySteps(2, memory_only=True) | EverySteps(6)
+    handles = {}
+    with Checkpointer(run, state, memory=memory, save=policy) as own:
+        for step in own.steps(14):
+            set_state(state, step)
+            handle = handles[step] = own.step(step)
+            if handle is not None:
+                until_over(handle)
+    saved = {step: handle for step, handle in handles.items() if handle is not None}
+    assert [step for step, handle in saved.items() if handle.held] == [2, 4, 8, 10]
+    assert committed(run) == [6, 12, 13]
+
+
+def test_a_wish_for_the_disk_is_not_granted_by_a_save_to_memory(
+    run: str, state: dict[str, object], memory: Memory
+) -> None:
+    policy = EverySteps(1, memory_only=True) | OnMetric("loss")
+    with Checkpointer(run, state, memory=memory, save=policy) as own:
+        for step, loss in enumerate([3.0, 2.0, 2.5, 1.0]):
+            handle = own.step(step, metrics={"loss": loss})
+            assert handle is not None
+            until_over(handle)
+            assert handle.memory_only == (step == 2)
+    assert committed(run) == [0, 1, 3]
+
+
+def wish_on_one_rank(run: str, node: Path) -> list[int]:
+    """Ranks save to memory after each third step; rank 0 wants one save to storage, which all agree on."""
+    start_new_job()
+    durable = []
+    policy = EverySteps(3, memory_only=True) | OnMetric("loss")
+    with Checkpointer(run, state_of(), memory=Memory(node_dir=node), save=policy, timeout_s=20.0) as own:
+        for step in range(60):
+            time.sleep(0.02)
+            handle = own.step(step, metrics={"loss": 1.0} if dist.get_rank() == 0 else None)
+            if handle is not None and not handle.memory_only:
+                durable.append(step)
+    return durable
+
+
+def test_ranks_agree_on_a_save_to_storage_beside_saves_to_memory(run: str, node_dir: Path) -> None:
+    first, second = run_ranks(2, wish_on_one_rank, run, node_dir)
+    assert first == second
+    assert len(first) == 1
+
+
+def test_policies_that_need_memory_are_refused_without_it(run: str, state: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Checkpointer(run, state, memory=None, save=EverySteps(6) | EveryTime(5.0, memory_only=True))
+    assert error.value.code == "config.no_memory"
 
 
 def test_a_checkpointer_without_memory_refuses_it(run: str, state: dict[str, object]) -> None:

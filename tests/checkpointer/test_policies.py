@@ -94,7 +94,7 @@ class TestStep:
     ) -> None:
         with Checkpointer(run, state, memory=memory, save=OnMetric("loss")) as checkpointer:
 
-            def skipped(step: int, *, metrics: object = None) -> holdfast.Handle:
+            def skipped(step: int, *, metrics: object = None, memory_only: bool = False) -> holdfast.Handle:
                 handle = holdfast.Handle(step)
                 handle.skipped = True
                 return handle

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
 from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+from holdfast.policy.wish import Wish, stronger
 
 
 class TestEverySteps:
@@ -27,21 +28,40 @@ class TestEverySteps:
     ) -> None:
         schedule = StepSchedule(map(EverySteps, intervals))
         schedule.last = last
-        expected = next(each for each in range(step + 1, step + 52) if schedule.reason(each) is not None)
-        assert schedule.next_after(step) == expected
+        expected = next(each for each in range(step + 1, step + 52) if schedule.wish(each) is not None)
+        assert schedule.next_after(step, memory_only=False) == expected
 
     def test_a_schedule_of_nothing_has_no_next_step(self) -> None:
-        assert StepSchedule([EveryTime(1.0)]).next_after(5) is None
+        assert StepSchedule([EveryTime(1.0)]).next_after(5, memory_only=True) is None
+
+    def test_a_save_that_storage_gets_comes_before_one_to_memory_alone(self) -> None:
+        schedule = StepSchedule([EverySteps(2, memory_only=True), EverySteps(6)])
+        schedule.last = 8
+        wishes = [schedule.wish(step) for step in range(9)]
+        assert [step for step, wish in enumerate(wishes) if wish and wish.memory_only] == [2, 4]
+        assert [step for step, wish in enumerate(wishes) if wish and not wish.memory_only] == [6, 8]
+        assert schedule.next_after(0, memory_only=True) == 2
+        assert schedule.next_after(0, memory_only=False) == 6
 
 
 class TestEveryTime:
     def test_it_wishes_when_the_time_has_passed_since_the_last_save(self) -> None:
         trigger = TimeTrigger(EveryTime(60), now_s=100.0)
         assert trigger.wish(None, 159.0) is None
-        assert trigger.wish(None, 160.0) == "every 60 s"
-        trigger.saved(161.0)
+        assert trigger.wish(None, 160.0) == Wish("every 60 s")
+        trigger.saved(161.0, memory_only=False)
         assert trigger.wish(None, 220.0) is None
         assert trigger.wish(None, 221.0) is not None
+
+    def test_saves_to_memory_alone_count_only_for_such_saves(self) -> None:
+        durable, held = (TimeTrigger(EveryTime(60, memory_only=each), now_s=0.0) for each in (False, True))
+        for trigger in (durable, held):
+            trigger.saved(30.0, memory_only=True)
+        assert durable.wish(None, 60.0) == Wish("every 60 s")
+        assert held.wish(None, 60.0) is None
+        assert held.wish(None, 90.0) == Wish("every 60 s", memory_only=True)
+        held.saved(95.0, memory_only=False)
+        assert held.wish(None, 150.0) is None
 
 
 class TestOnMetric:
@@ -150,3 +170,11 @@ def test_the_path_of_a_request_may_be_text() -> None:
 def test_a_policy_of_another_package_is_refused_because_no_loop_asks_it() -> None:
     with pytest.raises(TypeError, match="Mine cannot be a SavePolicy"):
         type("Mine", (SavePolicy,), {"__module__": "users_code"})
+
+
+class TestWish:
+    def test_a_save_that_storage_gets_grants_both(self) -> None:
+        held, durable = Wish("held", memory_only=True), Wish("durable")
+        assert stronger(held, durable) == stronger(durable, held) == durable
+        assert stronger(None, held) == stronger(held, None) == held
+        assert stronger(durable, Wish("other")) == durable

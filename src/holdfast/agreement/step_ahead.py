@@ -47,11 +47,13 @@ class Registers(Protocol):
 
 
 class ProposedStep(msgspec.Struct, frozen=True):
-    """A step after which all ranks are to act, the reason, and whether the loop `ends` then."""
+    """A step after which all ranks are to act, the reason, whether the loop `ends` then, and whether the act is a save
+    to memory alone."""
 
     step: int
     reason: str
     ends: bool = False
+    memory_only: bool = False
 
 
 class Appointment:

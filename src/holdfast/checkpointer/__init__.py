@@ -137,6 +137,8 @@ class Checkpointer:
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
         self._observers = Observers(listeners, lambda: self._run, group)
+        if memory is None and save is not None and any(part.needs_memory for part in save.parts()):
+            raise no_memory(self._run.url)
         self._policy = save
         #: From now on, a request by signal does not end the process.
         self._signals = {} if save is None else note_signals(save.parts())
@@ -183,7 +185,7 @@ class Checkpointer:
         if memory_only and self._memory is None:
             raise no_memory(self._run.url)
         self._find_run()
-        handle = Handle(whole(step))
+        handle = Handle(whole(step), memory_only=memory_only)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
         listeners = handle.hear, SaveLog(handle).hear, self._pruning.listener(), *heard_by
@@ -194,8 +196,9 @@ class Checkpointer:
             machine.give_back(time.perf_counter() - begun_s)
             if not handle.skipped:
                 self._handles.append(handle)
-                if self._loop is not None:
-                    self._loop.saved()
+            # A skipped save to memory alone is not tried again at once: there will be a next one.
+            if self._loop is not None and (memory_only or not handle.skipped):
+                self._loop.saved(memory_only=memory_only)
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
@@ -302,13 +305,13 @@ class Checkpointer:
         step = whole(step)
         self._observers.step_ends(step)
         try:
-            reason = loop.due(step, metrics)
+            due = loop.due(step, metrics)
             self._observers.note_choice(loop.choice)
-            if reason is None:
+            if due is None:
                 return None
-            if self._is_first_rank:
-                LOG.info("step %d is being saved: %s", step, reason)
-            return self.save(step, metrics=metrics)
+            if self._is_first_rank and not due.memory_only:
+                LOG.info("step %d is being saved: %s", step, due.reason)
+            return self.save(step, metrics=metrics, memory_only=due.memory_only)
         except DeadlineError as error:
             if error.code != "timeout.preempted" and loop.preemption.left_s >= self._timeout_s:
                 raise
@@ -461,7 +464,8 @@ class Checkpointer:
                     path=self._run.url,
                 )
             self._find_run()
-            self._loop = Loop(self._policy, self._run, self._signals, group=self._group)
+            has_memory = self._memory is not None
+            self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
             if self._restored is not None and self._restored.load is not None:
                 self._loop.expect(self._restored.next_step)
         return self._loop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from holdfast.checkpointer.events import (
     SaveCommitted,
     SaveEvent,
     SaveFailed,
+    SaveHeld,
     SaveReturned,
     SaveSkipped,
     SaveUnwatched,
@@ -22,9 +24,10 @@ from holdfast.checkpointer.rounds import Rounds
 from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.goodput.failures import PRESETS, learned_mttf_s
 from holdfast.phases import LOG
-from holdfast.policy.pace import PROFILED_S, Choice, Pace, SaveMeter
+from holdfast.policy.pace import PROFILED_S, PROFILED_STEPS, Choice, Pace, SaveMeter
 from holdfast.policy.triggers import Metrics
 from holdfast.policy.when import Auto
+from holdfast.policy.wish import Wish
 from holdfast.run.ended_jobs import EndedJobs, ended_jobs
 from holdfast.run.history import Run
 from holdfast.store.base import Location
@@ -42,9 +45,11 @@ _RANKS_PER_NODE: Final = 8
 
 @dataclass
 class _OnWay:
-    """The save that is measured: when it began, and how long it held training up (None: it still does)."""
+    """The save that is measured: by which meter, when it began, and how long it held training up (None: it still
+    does)."""
 
     step: int
+    meter: SaveMeter
     begun_s: float
     blocked_s: float | None = None
 
@@ -52,13 +57,16 @@ class _OnWay:
 class AutoTrigger:
     """Observes an `Auto`, on the first rank. `hear` is for any thread, the rest for the thread that trains."""
 
-    def __init__(self, policy: Auto, run: Location, *, world_size: int, now_s: float) -> None:
+    def __init__(self, policy: Auto, run: Location, *, world_size: int, now_s: float, has_memory: bool = False) -> None:
         self._policy = policy
         self._num_nodes = num_nodes(world_size)
-        self._begun_s = self._last_s = now_s
+        #: The times of the start, of the last save, and of the last save of any kind.
+        self._begun_s = self._last_s = self._last_any_s = now_s
         expected_s = PRESETS[policy.failures].mttf_s(self._num_nodes) if policy.mttf_s is None else policy.mttf_s
         self._expected_s = expected_s
         self._meter = SaveMeter()
+        #: Measures saves to memory alone; None if there are none.
+        self._memory_meter = SaveMeter() if has_memory else None
         self._pace = Pace(max_overhead=policy.max_overhead)
         self._step_begun_s: float | None = None
         self._on_way: _OnWay | None = None
@@ -73,25 +81,33 @@ class AutoTrigger:
         """The present choice; None before the first one."""
         return self._pace.choice
 
-    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+    def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
         if self._step_begun_s is not None:
-            self._meter.note_step(now_s - self._step_begun_s, is_saving=self._on_way is not None)
+            self._note_step(now_s - self._step_begun_s)
         self._step_begun_s = now_s
         self._note_ends(now_s)
         if self._on_way is not None:
             return None
-        choice, since_s = self._pace.choice, now_s - self._last_s
-        if choice is not None:
-            return f"every {duration(choice.interval_s)}, as Auto has chosen" if since_s >= choice.interval_s else None
-        if since_s >= PROFILED_S or (self._meter.is_profiled and not self._has_saved):
-            return "Auto measures a save"
+        choice, since_s, since_any_s = self._pace.choice, now_s - self._last_s, now_s - self._last_any_s
+        if choice is None:
+            is_time = since_s >= PROFILED_S or (self._meter.is_profiled and not self._has_saved)
+            return Wish("Auto measures a save") if is_time else None
+        if since_s >= choice.interval_s:
+            return Wish(f"every {duration(choice.interval_s)}, as Auto has chosen")
+        if since_any_s >= choice.memory_interval_s:
+            return Wish(f"every {duration(choice.memory_interval_s)} to memory, as Auto has chosen", memory_only=True)
+        is_unknown = self._memory_meter is not None and not self._memory_meter.has_measured
+        if is_unknown and since_any_s >= PROFILED_STEPS * self._meter.step_s:
+            return Wish("Auto measures a save to memory", memory_only=True)
         return None
 
-    def saved(self, now_s: float) -> None:
+    def saved(self, now_s: float, *, memory_only: bool) -> None:
         """As `Trigger.saved`."""
-        self._last_s = now_s
-        self._has_saved = True
+        self._last_any_s = now_s
+        if not memory_only:
+            self._last_s = now_s
+            self._has_saved = True
         if self._step_begun_s is not None:
             self._step_begun_s = now_s  # the call of `save` is no part of a step
 
@@ -99,10 +115,12 @@ class AutoTrigger:
         """Hear an event of a save. A save begins and returns in the thread that trains."""
         match event:
             case SaveBegun() if self._on_way is None:
-                self._on_way = _OnWay(event.step, event.at.clock_s)
+                meter = self._memory_meter if event.memory_only else self._meter
+                if meter is not None:
+                    self._on_way = _OnWay(event.step, meter, event.at.clock_s)
             case SaveReturned() if self._on_way is not None and event.step == self._on_way.step:
                 self._on_way.blocked_s = event.blocked_s
-            case SaveCommitted():
+            case SaveCommitted() | SaveHeld():
                 self._ends.put((event.step, event.at.clock_s))
             case SaveSkipped() | SaveFailed() | SaveUnwatched():
                 self._ends.put((event.step, None))
@@ -111,6 +129,15 @@ class AutoTrigger:
         """Stop observing."""
         if self._rounds is not None:
             self._rounds.close()
+
+    def _note_step(self, step_s: float) -> None:
+        """A step has ended. While a save is on its way, it tells about such saves alone."""
+        if self._on_way is not None:
+            self._on_way.meter.note_step(step_s, is_saving=True)
+            return
+        for meter in (self._meter, self._memory_meter):
+            if meter is not None:
+                meter.note_step(step_s, is_saving=False)
 
     def _note_ends(self, now_s: float) -> None:
         """Learn from the save on its way, if it has ended."""
@@ -124,16 +151,25 @@ class AutoTrigger:
                 continue
             self._on_way = None
             if complete_s is None or saving.blocked_s is None:
-                self._meter.note_end()
+                saving.meter.note_end()
                 continue
-            self._meter.note_save(blocked_s=saving.blocked_s, latency_s=complete_s - saving.begun_s)
-            meter = self._meter
-            is_gain = self._pace.choose(
-                meter.cost, step_s=meter.step_s, mttf_s=self._mttf_s(now_s), is_settled=meter.is_settled
-            )
-            if is_gain:
-                assert self._pace.choice is not None
-                LOG.info("%s", self._explained(self._pace.choice))
+            saving.meter.note_save(blocked_s=saving.blocked_s, latency_s=complete_s - saving.begun_s)
+            if self._meter.has_measured:
+                self._choose(now_s)
+
+    def _choose(self, now_s: float) -> None:
+        """Choose the intervals anew, and log a new choice."""
+        measuring = [meter for meter in (self._meter, self._memory_meter) if meter is not None and meter.has_measured]
+        is_gain = self._pace.choose(
+            self._meter.cost,
+            memory_cost=measuring[1].cost if len(measuring) == 2 else None,
+            step_s=self._meter.step_s,
+            mttf_s=self._mttf_s(now_s),
+            is_settled=all(meter.is_settled for meter in measuring),
+        )
+        if is_gain:
+            assert self._pace.choice is not None
+            LOG.info("%s", self._explained(self._pace.choice))
 
     def _mttf_s(self, now_s: float) -> float:
         """The mean time to a failure, as the jobs before this one tell."""
@@ -152,9 +188,19 @@ class AutoTrigger:
         return (
             f"Auto saves every {duration(choice.interval_s)} from now on: a save holds training up for "
             f"{duration(cost.blocked_s)}, slows it down by {duration(cost.slowed_s)}, and is durable after "
-            f"{duration(cost.latency_s)}; a failure is expected every {duration(choice.mttf_s)} ({source}). Saves and "
-            f"work done again take {choice.wasted:.2%} of the time."
+            f"{duration(cost.latency_s)}; a failure is expected every {duration(choice.mttf_s)} ({source}). "
+            f"{_explained_memory(choice)}Saves and work done again take {choice.wasted:.2%} of the time."
         )
+
+
+def _explained_memory(choice: Choice) -> str:
+    cost = choice.memory_cost
+    if cost is None or math.isinf(choice.memory_interval_s):
+        return ""
+    return (
+        f"Between them it saves every {duration(choice.memory_interval_s)} to memory alone, which holds training up "
+        f"for {duration(cost.blocked_s)} and slows it down by {duration(cost.slowed_s)}. "
+    )
 
 
 class _Past:

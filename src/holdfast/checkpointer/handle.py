@@ -85,7 +85,7 @@ class Stage:
 class Handle:
     """One save. `staged` is done when this rank's part is copied to the memory of its node, where it survives this
     process. `durable` is done when the checkpoint of all ranks is in storage and committed. A save with
-    ``memory_only=True`` ends when it is `held` in memory; its `durable` then has the error ``config.memory_only``.
+    `memory_only` ends when it is `held` in memory; its `durable` then has the error ``config.memory_only``.
 
     `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
     have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
@@ -93,9 +93,10 @@ class Handle:
     the memory of the node was not ready, as at a first save that comes soon after the start.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, *, memory_only: bool = False) -> None:
         begun_s = time.perf_counter()
         self.step = step
+        self.memory_only = memory_only
         self.place: Place | None = None
         self.skipped = self.held = False
         self.blocked_s = self.memory_wait_s = 0.0

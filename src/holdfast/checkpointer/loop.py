@@ -22,6 +22,7 @@ from holdfast.policy.pace import Choice
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import Auto, OnRequest, SavePolicy
+from holdfast.policy.wish import Wish, stronger
 from holdfast.store.base import Location
 
 #: Parts of an evaluation are counted up from a multiple of this.
@@ -38,7 +39,13 @@ class Loop:
     """
 
     def __init__(
-        self, policy: SavePolicy, run: Location, signals: Mapping[int, SignalNote], *, group: ProcessGroup | None
+        self,
+        policy: SavePolicy,
+        run: Location,
+        signals: Mapping[int, SignalNote],
+        *,
+        group: ProcessGroup | None,
+        has_memory: bool,
     ) -> None:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
         self._key = (os.getpid(), run)
@@ -55,7 +62,7 @@ class Loop:
             self._triggers.extend(triggers_of(policies, now_s=now_s))
         world_size = 1 if member is None else member.world_size
         self._autos = [
-            AutoTrigger(each, run, world_size=world_size, now_s=now_s)
+            AutoTrigger(each, run, world_size=world_size, now_s=now_s, has_memory=has_memory)
             for each in policies
             if isinstance(each, Auto) and is_first_rank
         ]
@@ -73,7 +80,7 @@ class Loop:
         self._part = 0
         #: The reason why all ranks have broken off an evaluation; the next step ends the loop.
         self._broken_off: str | None = None
-        self._wish: str | None = None
+        self._wish: Wish | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
         #: Whether the state was restored since the last step ended.
@@ -99,8 +106,8 @@ class Loop:
         self._schedule.last = last
         return self._next
 
-    def due(self, step: int, metrics: Metrics | None) -> str | None:
-        """The reason for a save after `step`; None if there is none. The same on all ranks.
+    def due(self, step: int, metrics: Metrics | None) -> Wish | None:
+        """The save that follows `step`; None if there is none. The same on all ranks.
 
         Raises `ConfigurationError`, code ``config.step_order``, if another step should have ended.
         """
@@ -117,21 +124,22 @@ class Loop:
             self.preemption.agree()
         broken_off, self._broken_off = self._broken_off, None
         if broken_off is not None:
-            return broken_off
-        reason = self._schedule.reason(step) if agreed is None else agreed.reason
+            return Wish(broken_off)
+        due = None if agreed is None else Wish(agreed.reason, agreed.memory_only)
+        due = stronger(due, self._schedule.wish(step))
         now_s = time.monotonic()
         for trigger in self._triggers:
-            self._wish = trigger.wish(metrics, now_s) or self._wish
+            self._wish = stronger(trigger.wish(metrics, now_s), self._wish)
         preempted = None if self.preemption.is_agreed else self.preemption.reason
         if preempted is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
-            if self._wishes.wish(step, preempted, scheduled=None, ends=True):
+            if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True):
                 self.preemption.agree()
-                return preempted
-        elif reason is None and self._wish is not None:
-            scheduled = self._schedule.next_after(step)
-            return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else None
-        return reason
+                return Wish(preempted)
+        elif self._wish is not None and stronger(due, self._wish) is not due:
+            scheduled = self._schedule.next_after(step, memory_only=self._wish.memory_only)
+            return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else due
+        return due
 
     @property
     def is_over(self) -> bool:
@@ -157,7 +165,7 @@ class Loop:
         reason = self.preemption.reason
         if agreed is not None:
             self._broken_off = agreed.reason
-        elif reason is not None and self._evaluation.wish(self._part, reason, scheduled=None, ends=True):
+        elif reason is not None and self._evaluation.wish(self._part, Wish(reason), scheduled=None, ends=True):
             self._broken_off = reason
         if self._broken_off is None:
             return False
@@ -177,12 +185,13 @@ class Loop:
             )
         return self._next
 
-    def saved(self) -> None:
-        """A save has begun: it grants all wishes of this rank."""
-        self._wish = None
+    def saved(self, *, memory_only: bool) -> None:
+        """A save has begun: it grants the wishes of this rank; one to memory alone those for such a save."""
+        if self._wish is not None and (self._wish.memory_only or not memory_only):
+            self._wish = None
         now_s = time.monotonic()
         for trigger in self._triggers:
-            trigger.saved(now_s)
+            trigger.saved(now_s, memory_only=memory_only)
 
     def hear(self, event: SaveEvent) -> None:
         """Hear an event of a save. Any thread may call this."""

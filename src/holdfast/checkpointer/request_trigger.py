@@ -12,6 +12,7 @@ from holdfast.checkpointer.signals import SignalNote
 from holdfast.errors import HoldfastError
 from holdfast.policy.triggers import Metrics
 from holdfast.policy.when import OnRequest
+from holdfast.policy.wish import Wish
 from holdfast.run.save_requests import delete_requests, pending_requests
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
@@ -32,14 +33,17 @@ class RequestTrigger:
         self._signal = None if policy.signum is None else signals[policy.signum]
         self._inbox = Inbox(run, policy.file, poll_s=policy.poll_s) if is_first_rank else None
 
-    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+    def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
         if self._signal is not None and self._signal.is_noted:
-            return f"requested by {self._signal.name}"
-        return None if self._inbox is None else self._inbox.reason
+            return Wish(f"requested by {self._signal.name}")
+        reason = None if self._inbox is None else self._inbox.reason
+        return None if reason is None else Wish(reason)
 
-    def saved(self, now_s: float) -> None:
+    def saved(self, now_s: float, *, memory_only: bool) -> None:
         """As `Trigger.saved`."""
+        if memory_only:
+            return
         if self._signal is not None:
             self._signal.is_noted = False
         if self._inbox is not None:

@@ -14,6 +14,7 @@ from holdfast.checkpointer.rounds import Rounds
 from holdfast.control.registers import SharedRegisters
 from holdfast.control.torch_store import Member, is_current
 from holdfast.errors import HoldfastError, StorageError
+from holdfast.policy.wish import Wish
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +39,10 @@ class SharedWishes(Protocol):
     def enter(self, step: int) -> ProposedStep | None:
         """Enter `step`. Returns what all ranks have agreed on, if they have agreed to save after it. Seldom blocks."""
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
         """This rank, which has entered `step`, wants a save; with `ends`, all ranks then end the loop. Returns whether
         the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
-        step that a save follows anyway; if it is near, this does nothing."""
+        step that a save follows anyway which grants the wish; if it is near, this does nothing."""
 
     @property
     def is_stale(self) -> bool:
@@ -58,7 +59,7 @@ class WishesOfOne:
         """As `SharedWishes.enter`."""
         return None
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         return True
 
@@ -108,7 +109,7 @@ class WishesOfRanks:
         self._entered_s = None  # a save takes its own time
         return appointment.proposed if appointment.is_agreed else None
 
-    def wish(self, step: int, reason: str, *, scheduled: int | None, ends: bool = False) -> bool:
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
         """As `SharedWishes.wish`."""
         ahead = step + self._lead.steps
         if (
@@ -117,7 +118,7 @@ class WishesOfRanks:
             and (scheduled is None or ahead < scheduled)
             and time.monotonic() >= self._silent_until_s
         ):
-            self._propose(ProposedStep(ahead, reason, ends))
+            self._propose(ProposedStep(ahead, wish.reason, ends, wish.memory_only))
         return False
 
     def _propose(self, proposed: ProposedStep) -> None:

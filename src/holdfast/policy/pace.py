@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from holdfast.goodput.failures import Loss
+from holdfast.goodput.failures import LLAMA3_SHARES, Loss
 from holdfast.goodput.waste import Failures, TierCost, best_intervals, overhead, waste
 
 #: The first save follows after so many steps, which tell how long a step takes, or after so long.
@@ -62,6 +62,11 @@ class SaveMeter:
         return len(self._usual_s) >= PROFILED_STEPS
 
     @property
+    def has_measured(self) -> bool:
+        """Whether a save was measured."""
+        return bool(self._samples)
+
+    @property
     def is_settled(self) -> bool:
         """Whether so many saves were measured that another one hardly changes their cost."""
         return len(self._samples) == _NUM_SAVES
@@ -110,39 +115,91 @@ def _deviation(values: Sequence[float]) -> float:
 
 class Choice(NamedTuple):
     """A choice of the interval between saves, with what it was made from. `wasted` is the share of time that is lost
-    with it."""
+    with it. Between two saves follow saves to memory alone, every `memory_interval_s` (infinite: none), which cost
+    `memory_cost` (None: unknown)."""
 
     interval_s: float
     cost: SaveCost
     mttf_s: float
     wasted: float
+    memory_interval_s: float = math.inf
+    memory_cost: SaveCost | None = None
+
+
+class _Tiers(NamedTuple):
+    """The tiers that saves go to, and the shortest interval of each; and how often each is needed."""
+
+    costs: list[TierCost]
+    floors_s: list[float]
+    failures: Failures
+
+    @staticmethod
+    def of(cost: SaveCost, memory_cost: SaveCost | None, *, step_s: float, mttf_s: float) -> _Tiers:
+        """Storage, whose saves cost `cost`; and before it memory, if there are saves to memory alone. Saves to memory
+        alone survive the failures that end processes only. The times of a restore and of detection depend on no
+        interval."""
+        costs = [TierCost("saves", Loss.JOB, cost.blocked_s + cost.slowed_s, cost.latency_s, restore_s=0.0)]
+        shares = (0.0, 0.0, 1.0)
+        if memory_cost is not None:
+            memory_s = memory_cost.blocked_s + memory_cost.slowed_s
+            costs.insert(0, TierCost("memory", Loss.PROCESS, memory_s, memory_cost.latency_s, restore_s=0.0))
+            shares = LLAMA3_SHARES
+        floors_s = [max(step_s, tier.latency_s, 1e-3) for tier in costs]
+        return _Tiers(costs, floors_s, Failures(mttf_s, shares, detection_s=0.0))
+
+    def wasted(self, intervals_s: Sequence[float]) -> float:
+        """The share of time that is lost at these intervals."""
+        return waste(self.costs, intervals_s, self.failures).total
+
+    def are_allowed(self, intervals_s: Sequence[float], *, max_overhead: float) -> bool:
+        """Whether intervals break no limit by more than 5 %."""
+        margin = 1 + LEAST_GAIN
+        are_long = all(each * margin >= floor_s for each, floor_s in zip(intervals_s, self.floors_s, strict=True))
+        return are_long and overhead(self.costs, intervals_s) <= max_overhead * margin
 
 
 class Pace:
     """Chooses the interval between saves that wastes the least time, while all saves together cost at most the share
-    `max_overhead` of it."""
+    `max_overhead` of it; and where saves to memory alone pay, the interval between those too."""
 
     def __init__(self, *, max_overhead: float) -> None:
         #: The present choice; None before the first one.
         self.choice: Choice | None = None
         self._max_overhead = max_overhead
 
-    def choose(self, cost: SaveCost, *, step_s: float, mttf_s: float, is_settled: bool) -> bool:
-        """Choose for saves of `cost`, steps of `step_s`, and a job that fails once in `mttf_s` seconds on average. A
-        gain of less than 5 % changes nothing, once the cost `is_settled`. Returns whether it is a gain of 5 %."""
-        # One kind of save survives every failure. The times of a restore and of detection depend on no interval.
-        tier = TierCost("saves", Loss.JOB, cost.blocked_s + cost.slowed_s, cost.latency_s, restore_s=0.0)
-        failures = Failures(mttf_s, (0.0, 0.0, 1.0), detection_s=0.0)
-        floor_s = max(step_s, cost.latency_s, 1e-3)
-        (best_s,) = best_intervals([tier], failures, floors_s=[floor_s], max_overhead=self._max_overhead)
-        best = Choice(best_s, cost, mttf_s, waste([tier], [best_s], failures).total)
-        is_gain = self.choice is None or self._gains(best, tier, failures, self.choice.interval_s, floor_s=floor_s)
+    def choose(
+        self,
+        cost: SaveCost,
+        *,
+        memory_cost: SaveCost | None = None,
+        step_s: float,
+        mttf_s: float,
+        is_settled: bool,
+    ) -> bool:
+        """Choose for saves of `cost`, saves to memory alone of `memory_cost` (None: it is unknown, or there are none),
+        steps of `step_s`, and a job that fails once in `mttf_s` seconds on average. A gain of less than 5 % changes
+        nothing, once the costs are `is_settled`. Returns whether it is a gain of 5 %."""
+
+        def tiers(with_memory: SaveCost | None) -> _Tiers:
+            return _Tiers.of(cost, with_memory, step_s=step_s, mttf_s=mttf_s)
+
+        def best(with_memory: SaveCost | None) -> Choice:
+            costs, floors_s, failures = found = tiers(with_memory)
+            found_s = best_intervals(costs, failures, floors_s=floors_s, max_overhead=self._max_overhead)
+            memory_s = math.inf if with_memory is None else found_s[0]
+            return Choice(found_s[-1], cost, mttf_s, found.wasted(found_s), memory_s, memory_cost)
+
+        choices = [best(None), *([] if memory_cost is None else [best(memory_cost)])]
+        new, old = min(choices, key=lambda choice: choice.wasted), self.choice
+        uses_memory = old is not None and math.isfinite(old.memory_interval_s)
+        is_gain = old is None or self._gains(new, old, tiers(memory_cost if uses_memory else None))
         if is_gain or not is_settled:
-            self.choice = best
+            self.choice = new
         return is_gain
 
-    def _gains(self, best: Choice, tier: TierCost, failures: Failures, now_s: float, *, floor_s: float) -> bool:
-        """Whether the `best` choice wastes 5 % less than the present interval, which may break a limit by 5 %."""
-        margin = 1 + LEAST_GAIN
-        is_allowed = now_s * margin >= floor_s and overhead([tier], [now_s]) <= self._max_overhead * margin
-        return not is_allowed or best.wasted < (1 - LEAST_GAIN) * waste([tier], [now_s], failures).total
+    def _gains(self, new: Choice, old: Choice, tiers: _Tiers) -> bool:
+        """Whether the `new` choice wastes 5 % less than the `old` one, whose intervals are those of `tiers`, does
+        now."""
+        intervals_s = [old.memory_interval_s, old.interval_s][-len(tiers.costs) :]
+        is_allowed = tiers.are_allowed(intervals_s, max_overhead=self._max_overhead)
+        return not is_allowed or new.wasted < (1 - LEAST_GAIN) * tiers.wasted(intervals_s)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Protocol, SupportsFloat
 
 from holdfast.policy.when import EveryTime, OnMetric, SavePolicy
+from holdfast.policy.wish import Wish
 
 _log = logging.getLogger(__name__)
 
@@ -23,28 +24,30 @@ Metrics = Mapping[str, SupportsFloat]
 class Trigger(Protocol):
     """Observes a training loop."""
 
-    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
-        """The reason for a save soon after the step that just ended; None if there is none. `now_s` is the time by a
+    def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
+        """The wish for a save soon after the step that just ended; None if there is none. `now_s` is the time by a
         monotonic clock."""
 
-    def saved(self, now_s: float) -> None:
-        """A save has begun, for whatever reason."""
+    def saved(self, now_s: float, *, memory_only: bool) -> None:
+        """A save has begun, for whatever reason, or, if it has `memory_only`, was skipped."""
 
 
 class TimeTrigger:
     """Observes an `EveryTime`."""
 
     def __init__(self, policy: EveryTime, *, now_s: float) -> None:
-        self._interval_s = policy.seconds
+        self._policy = policy
         self._last_s = now_s
 
-    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+    def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
-        return f"every {self._interval_s:g} s" if now_s - self._last_s >= self._interval_s else None
+        interval_s, memory_only = self._policy.seconds, self._policy.memory_only
+        return Wish(f"every {interval_s:g} s", memory_only) if now_s - self._last_s >= interval_s else None
 
-    def saved(self, now_s: float) -> None:
+    def saved(self, now_s: float, *, memory_only: bool) -> None:
         """As `Trigger.saved`."""
-        self._last_s = now_s
+        if self._policy.memory_only or not memory_only:
+            self._last_s = now_s
 
 
 class MetricTrigger:
@@ -57,7 +60,7 @@ class MetricTrigger:
         self._num_absent = 0
         self._has_warned = False
 
-    def wish(self, metrics: Metrics | None, now_s: float) -> str | None:
+    def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
         name = self._policy.name
         given = None if metrics is None else metrics.get(name)
@@ -75,10 +78,10 @@ class MetricTrigger:
             return None
         else:
             self._best = self._sign * value
-            return f"{name} {value:g} is the best so far"
+            return Wish(f"{name} {value:g} is the best so far")
         return None
 
-    def saved(self, now_s: float) -> None:
+    def saved(self, now_s: float, *, memory_only: bool) -> None:
         """As `Trigger.saved`."""
 
     def _miss(self, metrics: Metrics | None) -> None:

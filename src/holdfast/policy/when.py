@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from holdfast.goodput.failures import PRESETS
-from holdfast.options import check_positive, checked_number
+from holdfast.options import check_flag, check_positive, checked_number
 from holdfast.store.urls import absolute
 from holdfast.wording import kind_of
 
@@ -40,6 +40,11 @@ class SavePolicy:
         """The subjects that this policy alone may decide, as errors name them; none for most."""
         return ()
 
+    @property
+    def needs_memory(self) -> bool:
+        """Whether it asks for saves to memory alone."""
+        return False
+
 
 @dataclass(frozen=True)
 class AnyOf(SavePolicy):
@@ -64,13 +69,21 @@ class AnyOf(SavePolicy):
 
 @dataclass(frozen=True)
 class EverySteps(SavePolicy):
-    """Save after each step whose number is a multiple of `num_steps`, except after step 0."""
+    """Save after each step whose number is a multiple of `num_steps`, except after step 0. With `memory_only`, save to
+    the memory of the nodes alone, as `Checkpointer.save` does."""
 
     num_steps: int
+    memory_only: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         least = "an interval has at least one step"
         object.__setattr__(self, "num_steps", checked_number("num_steps", self.num_steps, least=1, reason=least))
+        check_flag("memory_only", self.memory_only)
+
+    @property
+    def needs_memory(self) -> bool:
+        """As `SavePolicy.needs_memory`."""
+        return self.memory_only
 
     def is_due(self, step: int) -> bool:
         """Whether a save follows `step`."""
@@ -80,17 +93,25 @@ class EverySteps(SavePolicy):
 @dataclass(frozen=True)
 class EveryTime(SavePolicy):
     """Save when `seconds` have passed since the last save, whatever asked for it, or since the start. The clock of the
-    first rank counts."""
+    first rank counts. With `memory_only`, save to the memory of the nodes alone, as `Checkpointer.save` does; without
+    it, such saves do not count."""
 
     seconds: float
+    memory_only: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_positive("the interval", self.seconds, "seconds")
+        check_flag("memory_only", self.memory_only)
+
+    @property
+    def needs_memory(self) -> bool:
+        """As `SavePolicy.needs_memory`."""
+        return self.memory_only
 
     @property
     def subjects(self) -> tuple[str, ...]:
         """As `SavePolicy.subjects`."""
-        return ("the time between saves",)
+        return ("the time between saves to memory alone" if self.memory_only else "the time between saves",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +122,8 @@ class Auto(SavePolicy):
     It measures what saves cost: the time that training waits, the time that steps take longer while a save is on its
     way, and the time until the checkpoint is durable. The first save follows after 16 steps. From each complete save
     on it chooses the interval anew, and keeps to the present one unless that wastes 5 % more than needed; the log says
-    why.
+    why. Where the `Checkpointer` has memory, it measures saves to memory alone too, and if they pay, makes them at an
+    interval of their own, except while another save is on its way.
 
     The job is expected to fail as often as its nodes did in `failures`, which names a fleet that others described:
     "llama3", "rsc1", "rsc2" or "infinitehbd". The number of jobs that have ended on the run corrects that. `mttf_s`, a
