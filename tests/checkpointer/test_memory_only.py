@@ -177,6 +177,22 @@ def test_nobody_comes_back_and_it_is_durable_all_the_same(run: str, state: dict[
     assert holdfast.load(run, state).step == 3
 
 
+def test_an_exception_loses_no_step_that_is_in_memory(
+    run: str, state: dict[str, object], memory: Memory, node_dir: Path
+) -> None:
+    policy = EverySteps(1, memory_only=True) | EverySteps(100)
+    with pytest.raises(ZeroDivisionError), Checkpointer(run, state, memory=memory, save=policy) as own:
+        for step in own.steps(200):
+            set_state(state, step)
+            handle = own.step(step)
+            if handle is not None:
+                until_over(handle)
+            assert 7 // (7 - step) is not None
+    until(lambda: committed(run) == [7])
+    end_keepers(node_dir)
+    assert holdfast.open(run)["w"].numpy().tolist() == [7.0] * 1000
+
+
 @pytest.mark.usefixtures("killed")
 def test_a_node_that_is_lost_costs_the_steps_since_the_durable_one(
     run: str, state: dict[str, object], tmp_path: Path

@@ -46,7 +46,7 @@ WORLD_SIZE: Final = 2
 NUMEL: Final = WORLD_SIZE * 5 * 2**16
 SMALL_NUMEL: Final = WORLD_SIZE * 2**12
 
-_WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED)
+_WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.HELD, SlotState.COMMITTED, SlotState.FENCED)
 
 
 class Training:
@@ -130,7 +130,8 @@ class Spec:
     """A job: it `begins` with a restore, and saves every step until `stop`.
 
     Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, or
-    durable. `deeds` are done by its processes at points.
+    durable. `deeds` are done by its processes at points. Storage gets every `durable_every`-th step; the others are
+    saved to memory alone.
     """
 
     run: str
@@ -142,6 +143,7 @@ class Spec:
     pauses: Mapping[int, Literal["staged", "durable"]] = field(default_factory=dict)
     deeds: Sequence[Deed] = ()
     generations: int = 2
+    durable_every: int = 1
     when_full: Literal["wait", "skip"] = "wait"
     timeout_s: float = 60.0
     begins: Literal["restoring", "anew", "taking over"] = "restoring"
@@ -184,7 +186,7 @@ def train(spec: Spec, rank: int) -> None:
                     told.look()
                     if step in spec.pauses:
                         told.pause(step, spec.pauses[step])
-                    told.expect(checkpointer.save(step))
+                    told.expect(checkpointer.save(step, memory_only=step % spec.durable_every != 0))
             told.look()
         except HoldfastError as error:
             told.look()
