@@ -1,5 +1,5 @@
-"""SIGKILL at random instants of a job that saves every step: of one trainer, of all, of keepers, of everything. Some jobs
-save most of their steps to memory alone.
+"""SIGKILL at random instants of a job that saves every step: of one trainer, of all, of keepers, of everything. Some
+jobs save most of their steps to memory alone.
 
 Each job goes on from what the one before it left. It never goes back behind a step of which a handle said that it is
 durable, nor, while the nodes live, behind the newest one that was whole in memory; and what it restores is bit for bit
@@ -78,9 +78,8 @@ class Sweep:
     def finish(self) -> None:
         """Have a job go on undisturbed: in the end all that it saved is durable."""
         stop = self.newest + 4
-        with job(
-            replace(self.spec, log=self.spec.log / "last", stop=stop, when_full="wait", durable_every=1)
-        ) as training:
+        last = replace(self.spec, log=self.spec.log / "last", stop=stop, when_full="wait", durable_every=1)
+        with job(last) as training:
             assert training.restored(self.truth).step == self.newest
             training.ended_well()
         assert self.truth.loaded(self.spec.run) == stop - 1
