@@ -59,6 +59,19 @@ class TestStep:
         assert [step for step, handle in handles.items() if handle] == [4, 6, 8, 12]
         assert committed(run) == [4, 6, 8, 12]
 
+    @pytest.mark.parametrize("has_it", [True, False])
+    def test_a_loop_is_told_that_it_forgets_its_random_numbers(
+        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture, *, has_it: bool
+    ) -> None:
+        state |= {"inner": {"random": holdfast.RandomState()}} if has_it else {}
+        with (
+            caplog.at_level("INFO", logger="holdfast"),
+            Checkpointer(run, state, memory=None, save=EverySteps(5)) as checkpointer,
+        ):
+            checkpointer.step(0)
+            checkpointer.step(1)
+        assert caplog.text.count("has no holdfast.RandomState()") == (0 if has_it else 1)
+
     def test_metrics_are_read_only_where_they_are_needed(self, run: str, state: dict[str, object]) -> None:
         class OnDevice:
             num_reads = 0

@@ -57,6 +57,7 @@ from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.state.identity import parts_of
+from holdfast.state.random_state import has_random_state
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical
 
@@ -466,6 +467,11 @@ class Checkpointer:
             self._find_run()
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
+            if self._is_first_rank and not has_random_state(self._state):
+                LOG.info(
+                    "the state has no holdfast.RandomState(), so a job that resumes draws other random numbers than "
+                    'one that goes on; add an entry "random": holdfast.RandomState()'
+                )
             if self._restored is not None and self._restored.load is not None:
                 self._loop.expect(self._restored.next_step)
         return self._loop

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from holdfast.frameworks.random_generators import RandomGenerators
 from holdfast.state.per_rank import PerRank
 
@@ -17,3 +19,11 @@ class RandomState(PerRank[RandomGenerators]):
 
     def __init__(self) -> None:
         super().__init__(RandomGenerators(), on_resize="first")
+
+
+def has_random_state(state: Mapping[str, object]) -> bool:
+    """Whether a `RandomState` is an entry of `state`, or of a dict in it."""
+    return any(
+        isinstance(item, RandomState) or (isinstance(item, Mapping) and has_random_state(item))
+        for item in state.values()
+    )
