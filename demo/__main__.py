@@ -1,8 +1,9 @@
 """``python -m demo``: a small training that is killed in the middle of a save and goes on.
 
 The story, in the order in which it is told: a reference job; a job that loses a rank in the middle of a save; two jobs
-that continue from the checkpoint; and a job whose ranks are all killed, and which continues from memory. All that is
-shown was seen in this run. A promise that was not kept ends it with status 1.
+that continue from the checkpoint; a job whose ranks are all killed, and which continues from memory; and a job that
+saves by policies, and is preempted. All that is shown was seen in this run. A promise that was not kept ends it with
+status 1.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import holdfast
+from demo.policies import live_by_policies
 from demo.processes import DemoError, Training, head_of, kill_all_in_copy, kill_in_save, node_memory
 from demo.promises import Promise, close_losses, newest_from_memory, read_once, same_losses, same_state
 from demo.show import CONSOLE, draw, say, table_of
@@ -97,6 +99,7 @@ def tell(out: Path, steps: int) -> list[Promise]:
     # The command line looks at all three runs.
     promises += [_inspect(path) for path in (run, copy, out / "run-background")]
     after = {training.world_size: training.losses() for training in resumed}
+    promises += live_by_policies(out)
     draw(expected, job.losses(), after, killed=killed.step, head=head, path=out / "losses.png")
     return promises
 

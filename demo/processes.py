@@ -26,7 +26,7 @@ from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from holdfast.run.paths import parse
 
-_ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[1]
 _HOST = "127.0.0.1"
 #: One thread per rank, as torchrun sets for several ranks on a node; a fixed number is part of equal losses.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
@@ -68,7 +68,7 @@ class Training:
                 for node in range(self.nodes):
                     with self.log(node).open("wb") as log:
                         command, environment = self._command(node, port), os.environ | _ENVIRONMENT
-                        started = subprocess.Popen(command, stdout=log, stderr=log, cwd=_ROOT, env=environment)
+                        started = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
                         self.torchruns.append(started)
                 yield
             finally:
@@ -146,13 +146,39 @@ class Training:
     def _command(self, node: int, port: int) -> list[str]:
         """How to start the torchrun of `node`."""
         nodes = f"--nnodes={self.nodes} --node-rank={node} --nproc-per-node={self.world_size // self.nodes}"
-        torchrun = f"{nodes} --master-addr={_HOST} --master-port={port} --module demo.train".split()
-        script = [f"--witness={self.folder}", f"--steps={self.steps}", f"--until={self.until or self.steps}"]
+        torchrun = f"{nodes} --master-addr={_HOST} --master-port={port} --module".split()
+        return [sys.executable, "-m", "torch.distributed.run", *torchrun, *self._script()]
+
+    def _script(self) -> list[str]:
+        """The module that each rank runs, and its arguments."""
+        script = ["demo.train", f"--witness={self.folder}", f"--steps={self.steps}"]
+        script.append(f"--until={self.until or self.steps}")
         if self.save_to is not None:
             script += [f"--save-to={self.save_to}", f"--save-every={self.save_every}", f"--timeout-s={self.timeout_s}"]
         if self.node_dir is not None:
             script.append(f"--node-dir={self.node_dir}")
-        return [sys.executable, "-m", "torch.distributed.run", *torchrun, *script]
+        return script
+
+
+@dataclass
+class PolicyTraining(Training):
+    """A training whose policies say when to save and what to keep."""
+
+    def _script(self) -> list[str]:
+        arguments = f"--witness={self.folder} --steps={self.steps} --save-to={self.save_to}".split()
+        return ["demo.loop", *arguments, f"--save-every={self.save_every}"]
+
+    def samples(self) -> dict[int, list[int]]:
+        """The samples of each step, over all ranks in their order."""
+        found: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            for note in notes(self.folder, "samples", rank=rank):
+                found.setdefault(note["step"], []).extend(note["numbers"])
+        return found
+
+    def saved(self) -> list[list[int]]:
+        """The steps after which each rank saved."""
+        return [[note["step"] for note in notes(self.folder, "save", rank=rank)] for rank in range(self.world_size)]
 
 
 class Killed(NamedTuple):

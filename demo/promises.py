@@ -58,3 +58,39 @@ def close_losses(text: str, reference: Losses, seen: Losses, steps: range) -> Pr
     kept = all(difference <= LOSS_TOLERANCE for difference in differences) and len(differences) == len(steps) > 0
     told = f"{len(differences)} of {len(steps)} losses, which differ by at most {largest:.1e}"
     return Promise(text, kept, f"{told} (allowed: {LOSS_TOLERANCE:.0e})")
+
+
+def saved_together(
+    text: str, saved: Sequence[Sequence[int]], exit_codes: Sequence[int], *, signalled: int, every: int
+) -> Promise:
+    """All ranks `saved` after the same steps: those of a schedule up to the last one, which follows the signal after
+    step `signalled`; and all exited with 75."""
+    together = sorted(set(map(tuple, saved)))
+    steps = together[0] or (-1,)
+    scheduled = [*range(every, steps[-1], every)]
+    kept = len(together) == 1 and steps[-1] > signalled and [*steps[:-1]] == scheduled and {*exit_codes} == {75}
+    told = " and ".join(", ".join(map(str, each)) for each in together)
+    seen = f"saved after steps {told}; the exit codes are {' and '.join(map(str, exit_codes))}"
+    return Promise(text, kept, seen)
+
+
+def each_sample_once(
+    text: str, jobs: Sequence[Mapping[int, Sequence[int]]], *, num_samples: int, num_steps: int, batch_size: int
+) -> Promise:
+    """The samples of the steps of all jobs together, one job after the other: each step is there once, and of each
+    `num_samples` in a row none is there twice."""
+    steps = [step for job in jobs for step in sorted(job)]
+    samples = [number for job in jobs for step in sorted(job) for number in job[step]]
+    epochs = [samples[begin : begin + num_samples] for begin in range(0, len(samples), num_samples)]
+    are_whole = steps == [*range(num_steps)] and len(samples) == num_steps * batch_size
+    num_doubled = sum(len(epoch) - len(set(epoch)) for epoch in epochs)
+    seen = f"{len(steps)} steps, {len(samples)} samples in {len(epochs)} epochs, of which {num_doubled} came twice"
+    return Promise(text, are_whole and num_doubled == 0, seen)
+
+
+def kept_the_newest(text: str, stored: Sequence[int], saved: Sequence[int], *, number: int) -> Promise:
+    """Of the steps that were saved the newest are stored, newest first, and no others."""
+    newest = sorted(saved)[-number:][::-1]
+    return Promise(
+        text, [*stored] == newest and len(saved) > number, f"{len(saved)} were saved, steps {[*stored]} stay"
+    )

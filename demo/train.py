@@ -144,7 +144,7 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
             schedule.step()
 
-            mean_loss = _mean_over_ranks(loss)
+            mean_loss = mean_over_ranks(loss)
             witness.note("loss", step=step, value=mean_loss)
             if checkpointer is not None and (step + 1) % options.save_every == 0:
                 witness.state("saved", step, model, optimizer, schedule)
@@ -152,7 +152,8 @@ def train(options: argparse.Namespace) -> None:
                 witness.note("save", step=step, blocked_s=handle.blocked_s)
 
 
-def _mean_over_ranks(loss: Tensor) -> float:
+def mean_over_ranks(loss: Tensor) -> float:
+    """The mean of the losses of all ranks, each of an equal part of the batch. Collective."""
     total = loss.detach().double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

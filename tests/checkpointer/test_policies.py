@@ -221,6 +221,16 @@ class TestSteps:
             assert next(iter(checkpointer.steps(9))) == 5
         assert state["progress"] == {"samples": 77}
 
+    def test_it_refuses_to_restore_over_a_step(self, run: str, state: dict[str, object]) -> None:
+        holdfast.save(run, state, 4)
+        with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
+            checkpointer.step(5)
+            state["progress"] = {"samples": 77}
+            with pytest.raises(ConfigurationError, match=r"step\(5\) was called before steps\(\) began") as error:
+                next(iter(checkpointer.steps(9)))
+            assert error.value.code == "config.step_order"
+        assert state["progress"] == {"samples": 77}
+
     def test_a_step_that_was_not_recorded_is_told(self, run: str, state: dict[str, object]) -> None:
         with Checkpointer(run, state, memory=None, save=EverySteps(3)) as checkpointer:
             steps = iter(checkpointer.steps(9))

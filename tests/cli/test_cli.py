@@ -153,7 +153,7 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["ls", "{run}x"], 3, "Did you mean gpt, in the same folder?"),
+        (["ls", "{run}x"], 3, "Did you mean 'gpt', in the same folder?"),
         (["ls", "no-such-run"], 3, "no such folder"),
         (["ls", "{run}@1.1"], 2, "Name the run alone"),
         (["ls", "{folder}"], 2, "Name {run}."),
@@ -161,7 +161,7 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
         (["verify", "{run}@step=x"], 2, "RUN@step=700"),
         (["verify", "--all", "{run}@1.1"], 2, "Name the run alone"),
         (["plan", "{run}", "--on", "99999999999"], 2, "less than or equal to"),
-        (["show", "{run}", "--names", "weigth"], 3, "Did you mean weight?"),
+        (["show", "{run}", "--names", "weigth"], 3, "Did you mean 'weight'?"),
         (["diff", "{run}", "{run}@9.9"], 3, "Choose one of its places: 1.3, 1.2, 1.1."),
         (["ls", "s3://bucket/run"], 2, "object stores are not supported yet"),
         (["rollback", "{run}", "--to", "1"], 2, "Write --to 3.12"),

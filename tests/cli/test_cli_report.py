@@ -63,6 +63,19 @@ def test_a_page_that_cannot_be_written_is_an_error(recorded: str) -> None:
     assert "storage.output" in done.err
 
 
+@pytest.mark.parametrize("command", ["report", "trace"])
+def test_only_an_older_output_of_the_same_command_is_overwritten(recorded: str, command: str) -> None:
+    Path("empty").touch()
+    for out in ("new", "new", "empty"):
+        assert holdfast_command(command, recorded, "--out", out).lines == [f"wrote {out}"]
+    for text in ("<!DOCTYPE html>\n<title>my page</title>", '{"mine": 1}', "import torch\n"):
+        Path("mine").write_text(text)
+        done = holdfast_command(command, recorded, "--out", "mine")
+        assert done.status == 2
+        assert "[config.output] 'mine' holds something else" in done.err
+        assert Path("mine").read_text() == text
+
+
 def test_events_that_cannot_be_read_are_an_error(recorded: str) -> None:
     Path("runs/gpt.events/rank-00009.jsonl").mkdir()
     done = holdfast_command("report", recorded)

@@ -48,7 +48,7 @@ def test_a_mistyped_run_is_told_its_neighbour(tmp_path: Path) -> None:
     error = same_on_all([error for error, _ in outcomes])
     assert error.kind == "NotFoundError"
     assert error.code == "not_found.run"
-    assert "Did you mean experiment-7" in error.text
+    assert "Did you mean 'experiment-7'" in error.text
     assert [step for _, step in outcomes] == [4, 4]
     assert sorted(os.listdir(tmp_path)) == ["experiment-7"]
 

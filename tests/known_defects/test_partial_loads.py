@@ -133,7 +133,7 @@ def test_resuming_from_nothing_starts_from_scratch(tmp_path: Path) -> None:
     Seen in: DeepSpeed, deepspeedai/DeepSpeed#6691; DLRover (loads ``{}``); Hugging Face Accelerate#2016.
     """
     holdfast.save(tmp_path / "gpt-7b", {"weight": torch.ones(2)}, 1)
-    with pytest.raises(NotFoundError, match="Did you mean gpt-7b"):
+    with pytest.raises(NotFoundError, match="Did you mean 'gpt-7b'"):
         holdfast.load(tmp_path / "gpt7b", into={"weight": torch.zeros(2)})
     (tmp_path / "gpt-7b" / "history").rename(tmp_path / "gpt-7b" / "elsewhere")
     with pytest.raises(holdfast.HoldfastError):

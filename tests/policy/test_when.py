@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.policy.keep import KeepLast
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
 from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
@@ -135,6 +136,20 @@ class TestUnion:
     def test_only_policies_can_be_joined(self) -> None:
         with pytest.raises(TypeError):
             EverySteps(3) | 5
+
+    @pytest.mark.parametrize(
+        "join",
+        [
+            lambda: EverySteps(5) | EveryTime(60) | KeepLast(3),
+            lambda: KeepLast(3) | (EverySteps(5) | EveryTime(60)),
+        ],
+    )
+    def test_a_policy_for_when_and_one_for_how_much_are_told_apart(self, join: Callable[[], object]) -> None:
+        save, keep = r"EverySteps\(num_steps=5\) \| EveryTime\(seconds=60\)", r"KeepLast\(number=3\)"
+        with pytest.raises(
+            TypeError, match=f"{save} says when to save, and {keep} what to keep.* save={save}, keep={keep}"
+        ):
+            join()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,17 @@ from demo.processes import (
     node_memory,
     stopped,
 )
-from demo.promises import LOSS_TOLERANCE, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.promises import (
+    LOSS_TOLERANCE,
+    close_losses,
+    each_sample_once,
+    kept_the_newest,
+    newest_from_memory,
+    read_once,
+    same_losses,
+    same_state,
+    saved_together,
+)
 from demo.show import draw
 from demo.train import GPT, batch, learning_rate_factor, loss_of, standard_library
 from demo.witness import Witness, notes, tensor_digests, value_digests
@@ -235,6 +245,50 @@ def test_only_the_newest_step_in_memory_ahead_of_storage_on_all_ranks_keeps_the_
     assert not newest_from_memory(PROMISE, [restored, elsewhere], whole=10, head=8).kept
 
 
+def saved(*of_ranks: list[int], exit_codes: tuple[int, ...] = (75, 75)) -> bool:
+    return saved_together(PROMISE, of_ranks, exit_codes, signalled=8, every=6).kept
+
+
+def test_only_one_step_of_all_ranks_after_the_signal_and_exits_with_75_keep_the_promise() -> None:
+    assert saved([6, 11], [6, 11])
+    assert saved([6, 9], [6, 9])
+    assert not saved([6, 11], [6, 12])
+    assert not saved([6], [6])
+    assert not saved([11], [11])
+    assert not saved([], [])
+    assert not saved([6, 11], [6, 11], exit_codes=(75, 0))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "kept"),
+    [
+        ([{0: [2, 0], 1: [1, 3]}, {2: [3, 2]}], True),
+        ([{0: [2, 0], 1: [1, 3]}, {2: [3, 3]}], False),
+        ([{0: [2, 0], 1: [1, 2]}, {2: [3, 3]}], False),
+        ([{0: [2, 0], 1: [1, 3]}, {1: [3, 2]}], False),
+        ([{0: [2, 0], 1: [1, 3]}, {}], False),
+        ([{0: [2, 0], 1: [1, 3]}, {2: [3]}], False),
+    ],
+    ids=[
+        "each once",
+        "twice in one step",
+        "twice in an epoch",
+        "a step twice",
+        "a step is missing",
+        "a sample is missing",
+    ],
+)
+def test_a_sample_that_is_lost_or_doubled_breaks_the_promise(jobs: list[dict[int, list[int]]], kept: bool) -> None:
+    assert each_sample_once(PROMISE, jobs, num_samples=4, num_steps=3, batch_size=2).kept == kept
+
+
+def test_other_checkpoints_than_the_newest_break_the_promise() -> None:
+    assert kept_the_newest(PROMISE, [9, 6], [3, 6, 9], number=2).kept
+    assert not kept_the_newest(PROMISE, [9, 6, 3], [3, 6, 9], number=2).kept
+    assert not kept_the_newest(PROMISE, [9, 3], [3, 6, 9], number=2).kept
+    assert not kept_the_newest(PROMISE, [9, 6], [6, 9], number=2).kept
+
+
 @pytest.fixture
 def ticking(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process that keeps writing, and its file."""
@@ -368,12 +422,13 @@ def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_the_whole_demo_keeps_its_promises(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "COLUMNS": "200"}
     command = [sys.executable, "-m", "demo", "--steps", "12"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 16 promises were kept" in done.stdout
+    assert "All 21 promises were kept" in done.stdout
     assert "BROKEN" not in done.stdout
     assert (tmp_path / "demo-out" / "losses.png").exists()
+    assert (tmp_path / "demo-out" / "report.html").exists()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import tomllib
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 
@@ -157,6 +159,16 @@ def test_the_map_of_the_house_has_every_package_once_and_nothing_else() -> None:
     expected = {f"src/holdfast/{path.name}{'/' * path.is_dir()}" for path in entries if path.name[0] != "_"}
     assert sorted(name for name in named if name.startswith("src/")) == sorted(expected)
     assert [name for name in named if "<" not in name and not (ROOT / name).exists()] == []
+
+
+def test_the_map_of_the_house_stands_in_the_order_of_the_layers() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = [re.findall(r"`src/holdfast/(\w+)(?:/|\.py)`", row) for row in re.findall(r"(?m)^\| (`src/.*?) \| ", text)]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    floors = {name: floor for floor, layer in enumerate(layers) for name in layer.split(" | ")}
+    for upper, lower in pairwise(rows):
+        assert max(floors[name] for name in upper) <= min(floors[name] for name in lower), f"{upper} is above {lower}"
 
 
 def test_each_folder_of_tests_mirrors_a_package_or_has_a_row_in_the_map() -> None:

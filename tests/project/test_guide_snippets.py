@@ -1,5 +1,5 @@
-"""The pieces of code in the guides run. (For those of some guides there are `test_mapping_guide` and
-`test_observability_guide`.)"""
+"""The pieces of code in the guides run. (For those of some pages there are `test_mapping_guide`,
+`test_migrating` and `test_observability_guide`.)"""
 
 from __future__ import annotations
 
@@ -218,32 +218,6 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name
         text = re.sub(r"```.*?```", "", guide.read_text(), flags=re.DOTALL)
         assert re.search(r"\n\n    \S", text) is None, f"fence the indented code of {guide.name}"
-
-
-def test_the_page_on_coming_from_torch_converts_a_file_of_torch_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    page = (GUIDES.parent / "migrating.md").read_text()
-    (code,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
-
-    def job() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(nn.Linear(2, 2))
-        return model, torch.optim.AdamW(model.parameters())
-
-    model, optimizer = job()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 7}, "old.pt")
-    fresh, other = job()
-    exec(code, {"torch": torch, "holdfast": holdfast, "model": fresh, "optimizer": other})
-    last, last_optimizer = job()
-    assert holdfast.load("runs/new", {"model": last, "optimizer": last_optimizer}).next_step == 8
-    assert torch.equal(last[0].weight, model[0].weight)  # type: ignore[index]
-    assert repr(last_optimizer.state_dict()) == repr(optimizer.state_dict())
-    view = holdfast.open("runs/new")
-    assert torch.equal(view["model/0.weight"][...], model[0].weight)  # type: ignore[index]
-    assert view.tree("model").keys() == model.state_dict().keys()  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("memory_is_given_back")

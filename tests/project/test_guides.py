@@ -10,7 +10,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import holdfast
+from tests.project.torchrun import run_torchrun
 from tests.support.bound import bits
 from tests.support.models import start_new_job
 from tests.support.rank_worker import HOST
@@ -89,18 +89,15 @@ def test_the_example_of_a_guide_prints_what_the_guide_says(guide: Path, tmp_path
         assert sorted("".join(printed).splitlines()) == call.output
 
 
-def run_torchrun(folder: Path, call: Call) -> list[str]:
+def run_as_started(folder: Path, call: Call) -> list[str]:
     """Run the script in `folder` with its launcher, and return the lines that its ranks print, sorted."""
     if call.is_plain:
         plain = [sys.executable, "train.py", *call.arguments]
         done = subprocess.run(plain, cwd=folder, check=True, timeout=200, stdout=subprocess.PIPE, text=True)
         return sorted(done.stdout.splitlines())
-    # A file per rank: what ranks write into one pipe at the same time may come out mixed.
-    logs = Path(tempfile.mkdtemp(dir=folder))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--redirects=1", f"--log-dir={logs}"]
-    command = [*torchrun, f"--nproc_per_node={call.num_ranks}", "train.py", *call.arguments]
-    subprocess.run(command, cwd=folder, check=True, timeout=200)
-    return sorted("".join(path.read_text() for path in logs.rglob("stdout.log")).splitlines())
+    status, lines = run_torchrun(folder, call.num_ranks, *call.arguments)
+    assert status == 0
+    return lines
 
 
 @pytest.mark.slow
@@ -110,7 +107,7 @@ def test_the_example_of_a_guide_runs_under_torchrun(guide: Path, tmp_path: Path)
     script, calls = example(guide)
     (tmp_path / "train.py").write_text(script)
     for call in calls:
-        assert run_torchrun(tmp_path, call) == call.output
+        assert run_as_started(tmp_path, call) == call.output
 
 
 @pytest.mark.frameworks
@@ -121,7 +118,7 @@ def test_the_example_of_a_framework_goes_on_as_its_guide_says(guide: Path, tmp_p
     (tmp_path / "train.py").write_text(script)
     assert len({call.num_ranks for call in calls}) >= 2
     for call in calls:
-        printed = run_torchrun(tmp_path, call)  # the frameworks print lines of their own
+        printed = run_as_started(tmp_path, call)  # the frameworks print lines of their own
         assert [line for line in printed if line in call.output] == call.output
 
 
@@ -137,7 +134,7 @@ def test_the_example_of_a_framework_goes_on_bit_for_bit_on_as_many_ranks(name: s
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "train.py").write_text(script)
         for stop in stops:
-            run_torchrun(tmp_path / folder, call._replace(arguments=[str(stop)]))
+            run_as_started(tmp_path / folder, call._replace(arguments=[str(stop)]))
         (run,) = (tmp_path / folder / "runs").iterdir()
         view = holdfast.open(run)
         assert view.step == last - 1

@@ -68,6 +68,18 @@ def test_state_that_was_forgotten_is_named_with_the_first_step(script: Path, tmp
 
 
 @pytest.mark.slow
+def test_a_loader_that_draws_once_more_in_a_resumed_job_is_guessed(script: Path) -> None:
+    text = SCRIPT.replace(" + 0.01 * torch.rand(1)", "").replace("dist.init", "loader = None\ndist.init")
+    loader = "loader = loader or iter(torch.utils.data.DataLoader(range(99)))"
+    script.write_text(text.replace("        batch =", f"        {loader}\n        batch ="))
+    result = prove("--kills", 1, script, 5)
+    assert result.status == 1, result.err
+    assert "value random/%rank=0/torch: " in result.out
+    assert "Only random generators differ" in result.out
+    assert "Check that everything" not in result.out
+
+
+@pytest.mark.slow
 def test_a_script_that_differs_from_itself_is_told_apart(script: Path) -> None:
     script.write_text(SCRIPT.replace("torch.manual_seed(0)", "torch.seed()"))
     result = prove("--kills", 1, script, 4)

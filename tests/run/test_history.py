@@ -124,7 +124,7 @@ def test_a_missing_and_an_empty_folder_become_runs(tmp_path: Path) -> None:
 def test_a_missing_run_is_told_with_names_that_are_close(tmp_path: Path) -> None:
     for name in ("llama-7b", "llama-8b", "notes"):
         (tmp_path / name).mkdir()
-    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean llama-.b, llama-.b") as caught:
+    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean 'llama-.b', 'llama-.b'") as caught:
         Run.open(open_store(Location(str(tmp_path / "lama-7b"))))
     assert "notes" not in str(caught.value)
 
@@ -132,7 +132,7 @@ def test_a_missing_run_is_told_with_names_that_are_close(tmp_path: Path) -> None
 def test_a_folder_that_is_not_a_run_is_told_with_the_runs_in_it(tmp_path: Path) -> None:
     Run.create(open_store(Location(str(tmp_path / "a"))))
     (tmp_path / "b").mkdir()
-    with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it holds a, b\).*runs in it: a\."):
+    with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it holds a, b\).*runs in it: 'a'\."):
         Run.open(open_store(Location(str(tmp_path))))
     with pytest.raises(NotFoundError, match=r"exists but is not a holdfast run \(it is empty\)"):
         Run.open(open_store(Location(str(tmp_path / "b"))))

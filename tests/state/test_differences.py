@@ -166,7 +166,7 @@ def test_a_value_asked_for_as_a_tensor_leads_to_how_to_get_it(run: Path) -> None
         assert f"view.{call}({name!r})" in str(caught.value)
         getattr(view, call)(name)
     assert view.value("progress/epoch") == 3
-    with pytest.raises(holdfast.NotFoundError, match=r"Did you mean model/layers\.0\.weight\?"):
+    with pytest.raises(holdfast.NotFoundError, match=r"Did you mean 'model/layers\.0\.weight'\?"):
         view["model/layers.0.wieght"]
 
 

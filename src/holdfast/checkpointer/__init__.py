@@ -280,10 +280,13 @@ class Checkpointer:
         end with a call of `step`. The last one is followed by a save, whatever the policy says. On a preemption
         (`OnPreemption`) it ends early, on all ranks after the same step.
 
-        Raises what `restore` and `step` raise.
+        Raises what `restore` and `step` raise, and `ConfigurationError`, code ``config.step_order``, if `step` was
+        called before anything was restored.
         """
         total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
         loop = self._policy_loop("steps")
+        if self._restored is None:
+            loop.check_restorable()
         restored = self.restore() if self._restored is None else self._restored
         step = loop.begin(restored.next_step, last=total - 1)
         while step < total and not loop.is_over:

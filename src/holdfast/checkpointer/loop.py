@@ -97,6 +97,12 @@ class Loop:
         self._next = step
         self._was_restored = True
 
+    def check_restorable(self) -> None:
+        """Raise `ConfigurationError`, code ``config.step_order``, if steps of this job have ended already: a restore
+        would undo them."""
+        if self._next is not None:
+            raise _unrestored(self._next - 1)
+
     def begin(self, step: int, *, last: int) -> int:
         """The loop begins with `step`, unless another step is expected, and ends with `last`, which a save follows
         whatever the policy says. Returns the first step."""
@@ -231,5 +237,14 @@ def _out_of_order(step: int, expected: int) -> ConfigurationError:
         code="config.step_order",
         action="Call step() once after each step, with the number of that step; the first one after restore() is "
         "report.next_step.",
+        step=step,
+    )
+
+
+def _unrestored(step: int) -> ConfigurationError:
+    return ConfigurationError(
+        f"step({step}) was called before steps() began, which restores the state and would undo that step.",
+        code="config.step_order",
+        action="Train inside the loop over steps(), or call restore() before the first step.",
         step=step,
     )

@@ -40,8 +40,14 @@ class Removal(msgspec.Struct, frozen=True):
 
 def request_save(run: str) -> None:
     """Ask the job that trains on `run` to save soon."""
-    leave_request(open_run(run))
-    say(console(), f"{printable(run)}: a save is requested; a job with the policy OnRequest saves within some steps")
+    found = open_run(run)
+    leave_request(found)
+    name = printable(found.storage.location.url)
+    say(
+        console(),
+        f"{name}: a save is requested. The job that trains on this run saves within some steps, if it has the policy "
+        "OnRequest; if none runs, the request waits for the next one.",
+    )
 
 
 def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
@@ -52,7 +58,7 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
     before = RunHead.of(found)
     if not as_json:
         screen = console()
-        say(screen, f"{printable(run)}: the head is {before}")
+        say(screen, f"{printable(found.storage.location.url)}: the head is {before}")
         is_head = next(found.lineage_places(), None) == commit.place
         say(screen, f"  {'stays at    ' if is_head else 'goes back to'}  {_described(commit)}")
         abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]

@@ -45,7 +45,7 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
     head_before = RunHead.of(found)
     findings = core.examine(found, deep=deep, watch=lambda place, n: counting(f"verifying {place}", n, quiet=as_json))
     if not as_json:
-        _show(run, head_before, findings, deep=deep)
+        _show(found.storage.location.url, head_before, findings, deep=deep)
     finished: list[Finding] = []
     if finish:
         complete = [finding for finding in findings if finding.remedy == "finish"]

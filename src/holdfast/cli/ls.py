@@ -48,7 +48,7 @@ def ls(run: str, *, as_json: bool) -> bool:
     if as_json:
         print_json(document)
     else:
-        _show(document, printable(run))
+        _show(document, printable(document.run))
     return not document.findings
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -14,10 +16,22 @@ from holdfast.checkpoint.compare import Comparison
 from holdfast.cli.screen import console, print_json, say
 from holdfast.cli.value_text import shortened, text_of
 from holdfast.errors import ConfigurationError, printable
+from holdfast.format.names import own_part
 from holdfast.format.values import Node
 from holdfast.proving.proof import FirstDifference, Proof, Script, prove
 from holdfast.wording import count
 
+_ADVICE: Final = (
+    "Check that everything a step reads is in the state: model, optimizer, scheduler, data, and the random generators "
+    "(holdfast.RandomState())."
+)
+_ADVICE_ON_GENERATORS: Final = (
+    "Only random generators differ: the resumed job drew more numbers from them, or fewer. Usually that is a "
+    "DataLoader, which draws a number each time that it is iterated. Give it a generator of its own, "
+    "DataLoader(..., generator=torch.Generator()), or take batches from follow() of holdfast.data."
+)
+#: What a RandomState stores for a rank.
+_OF_GENERATORS: Final = re.compile(r"/(?:python|numpy|torch|cuda|device)(?=/|\Z)")
 #: Most names of each kind that are shown.
 _MAX_NAMES = 5
 
@@ -104,6 +118,15 @@ def _names(comparison: Comparison) -> list[str]:
     return sorted({*comparison.only_a, *comparison.only_b, *tensors, *values})
 
 
+def _only_generators(comparison: Comparison) -> bool:
+    """Whether nothing differs but what a `RandomState` stores."""
+    names = _names(comparison)
+    own = [own_part(name) for name in names]
+    return all(
+        part is not None and _OF_GENERATORS.match(name, len(part)) for part, name in zip(own, names, strict=True)
+    )
+
+
 def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
     kills = ", ".join(map(str, proof.kills))
     if proof.undisturbed is not None:
@@ -113,10 +136,7 @@ def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
     elif proof.resumed is not None:
         say(screen, "Not proved: the script that was killed goes on with another state.", "bold red")
         _show_difference(screen, proof.resumed, f"the undisturbed attempt and the one killed after {kills}", script)
-        say(
-            screen,
-            "Check that everything a step reads is in the state: model, optimizer, scheduler, data, random state.",
-        )
+        say(screen, _ADVICE_ON_GENERATORS if _only_generators(proof.resumed.comparison) else _ADVICE)
     else:
         how = "bit for bit the same state"
         if script.other_ranks not in (None, script.num_ranks):

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from holdfast.cli.screen import console, say
-from holdfast.errors import StorageError
+from holdfast.errors import ConfigurationError, StorageError
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.telemetry.event_files import MOST_NBYTES, RecordedEvents, folder_beside, read_events
 from holdfast.wording import count
+
+#: The part of an earlier output that is looked at.
+_BEGINNING_NBYTES: Final = 4096
 
 
 def events_folder(run: Run, named: str) -> Path | None:
@@ -51,9 +56,24 @@ def output_of(run: Run, named: str, suffix: str) -> Path:
     return Path(named) if named else Path(f"{Path(run.storage.location.url).name}{suffix}")
 
 
-def write_output(path: Path, data: bytes) -> None:
-    """Write a file, in the place of an earlier one, and tell where it is. Raises `StorageError` if that fails."""
+def write_output(path: Path, data: bytes, *, is_own: Callable[[bytes], bool]) -> None:
+    """Write a file, and tell where it is. It may take the place of an earlier one of the same command, whose beginning
+    `is_own`.
+
+    Raises `ConfigurationError`, code ``config.output``, where another file lies there, and `StorageError` if it cannot
+    be written.
+    """
     try:
+        if path.is_file():
+            with path.open("rb") as file:
+                beginning = file.read(_BEGINNING_NBYTES)
+            if beginning and not is_own(beginning):
+                raise ConfigurationError(
+                    f"'{path}' holds something else, which would be lost.",
+                    code="config.output",
+                    action="Name another file with --out, or move this one away.",
+                    path=str(path),
+                )
         path.write_bytes(data)
     except OSError as error:
         raise StorageError(

@@ -54,7 +54,12 @@ def report(run: str, *, events: str, out: str, as_json: bool) -> None:
         remarks.append(f"{missing.message} {missing.action}")
         say(console(stderr=True), f"the page has no times: {missing.message} {missing.action}")
     picture = RunPicture(found.storage.location.url, time.time(), history, job, ledger, remarks)
-    write_output(output_of(found, out, "-report.html"), page(picture).encode())
+    write_output(output_of(found, out, "-report.html"), page(picture).encode(), is_own=_is_page)
+
+
+def _is_page(beginning: bytes) -> bool:
+    """Whether an earlier file is a page of this command, of whatever run."""
+    return beginning.startswith(b"<!DOCTYPE html>") and b" - holdfast</title>" in beginning
 
 
 def _document(run: str, ledger: RunLedger, remarks: Sequence[str]) -> LedgerDocument:

@@ -18,7 +18,7 @@ from holdfast.errors import NotFoundError, printable
 from holdfast.format.near import near
 from holdfast.reports import size
 from holdfast.run.history import resolve
-from holdfast.run.paths import parse, some
+from holdfast.run.paths import parse, some, some_quoted
 from holdfast.wording import count
 
 #: Most equal values beside each other that are listed one by one.
@@ -170,6 +170,8 @@ def _no_match(checkpoint: Checkpoint, names: str) -> NotFoundError:
     return NotFoundError(
         f"no name in {checkpoint.folder} matches {names!r}.",
         code="not_found.tensor",
-        action=f"Did you mean {some(close)}?" if close else "A pattern matches whole names: try '*part of a name*'.",
+        action=f"Did you mean {some_quoted(close)}?"
+        if close
+        else "A pattern matches whole names: try '*part of a name*'.",
         path=checkpoint.folder,
     )

@@ -22,4 +22,9 @@ def trace(run: str, *, events: str, out: str) -> None:
     for remark in remarks_about(recorded):
         say(console(stderr=True), remark)
     document = msgspec.json.encode(trace_of(job_events(recorded.records)))
-    write_output(output_of(found, out, "-trace.json"), document)
+    write_output(output_of(found, out, "-trace.json"), document, is_own=_is_trace)
+
+
+def _is_trace(beginning: bytes) -> bool:
+    """Whether an earlier file is a trace."""
+    return beginning.startswith(b'{"traceEvents":[')

@@ -13,6 +13,7 @@ from typing import Literal
 
 from holdfast.goodput.failures import PRESETS
 from holdfast.options import check_flag, check_positive, checked_number
+from holdfast.policy.keep import KeepPolicy, parts_of
 from holdfast.store.urls import absolute
 from holdfast.wording import kind_of
 
@@ -21,9 +22,16 @@ class SavePolicy:
     """A rule for when a training loop saves. ``a | b`` is the policy that saves whenever `a` or `b` does."""
 
     def __or__(self, other: object) -> SavePolicy:
+        if isinstance(other, KeepPolicy):
+            raise _two_arguments(self, other)
         if not isinstance(other, SavePolicy):
             return NotImplemented
         return AnyOf((*self.parts(), *other.parts()))
+
+    def __ror__(self, other: object) -> SavePolicy:
+        if isinstance(other, KeepPolicy):
+            raise _two_arguments(self, other)
+        return NotImplemented
 
     def __init_subclass__(cls) -> None:
         if not cls.__module__.startswith("holdfast."):
@@ -255,3 +263,12 @@ def _check_signal(signum: object) -> None:
         raise TypeError(f"signum is a signal, such as signal.SIGUSR1, not {signum!r}")
     if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"no handler can be set for signal {signum}; use signal.SIGUSR1, for example")
+
+
+def _two_arguments(save: SavePolicy, keep: KeepPolicy) -> TypeError:
+    """The error for a policy of each kind in one union."""
+    when, what = (" | ".join(map(repr, parts)) for parts in (save.parts(), parts_of(keep)))
+    return TypeError(
+        f"{when} says when to save, and {what} what to keep, so | does not join them; give each to its own argument of "
+        f"the Checkpointer: save={when}, keep={what}"
+    )

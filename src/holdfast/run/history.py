@@ -27,7 +27,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.holds import await_removals
-from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some
+from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some, some_quoted
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
 from holdfast.wording import count
@@ -94,7 +94,7 @@ class Run:
             raise ConfigurationError(
                 f"'{storage.location}' is not a holdfast run, and it is not empty: it holds {some(names)}.",
                 code="config.not_a_run",
-                action=f"Name one of the runs in it ({some(below)}), or a new folder."
+                action=f"Name one of the runs in it ({some_quoted(below)}), or a new folder."
                 if below
                 else "Name a new or an empty folder for the run.",
                 path=storage.location.url,

@@ -175,9 +175,9 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
     if foreign is None and beside is not None and beside.nbytes(MARKER_KEY) is not None:
         action = f"Name the run that it is a part of: '{path.parent}'."
     elif below:
-        action = f"Name one of the runs in it: {some(below)}."
+        action = f"Name one of the runs in it: {some_quoted(below)}."
     elif close and foreign is None:
-        action = f"Did you mean {some(close)}, in the same folder?"
+        action = f"Did you mean {some_quoted(close)}, in the same folder?"
     if "@" in path.name:
         action += " A selector is written RUN@step=700 or RUN@3.12."
     return NotFoundError(
@@ -197,6 +197,11 @@ def some(names: list[str]) -> str:
     """A few of `names`, for a message."""
     rest = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def some_quoted(names: list[str]) -> str:
+    """A few of `names`, which the user may choose from, for a message."""
+    return some(list(map(repr, names)))
 
 
 def _beside(storage: Store) -> Store | None:

@@ -19,7 +19,7 @@ from holdfast.format.values import Open, TorchValue, Undecoded
 from holdfast.options import check_flag
 from holdfast.run.history import resolve
 from holdfast.run.leases import ReadLease, leased
-from holdfast.run.paths import parse, some
+from holdfast.run.paths import parse, some_quoted
 from holdfast.state.registered_types import decode
 from holdfast.store.base import Location
 from holdfast.view.nested import nested, tensors_in
@@ -225,7 +225,7 @@ class View:
         return NotFoundError(
             f"{self.path} holds no {what}.",
             code="not_found.tensor",
-            action=instead or (f"Did you mean {some(close)}?" if close else action),
+            action=instead or (f"Did you mean {some_quoted(close)}?" if close else action),
             tensor=name,
             path=self.path,
         )
