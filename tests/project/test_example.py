@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from tests.support.keepers import kill
 from tests.support.nursery import until
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
@@ -19,10 +21,26 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train.py"
 pytestmark = pytest.mark.usefixtures("memory_is_given_back")
 
 
-def train(num_ranks: int, *, num_steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command += [str(SCRIPT), "runs/demo", str(num_steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a job in a folder of its own. Jobs that still run at the end of the test are killed, with their ranks."""
+    monkeypatch.chdir(tmp_path)
+    jobs = []
+
+    def start(num_ranks: int, *, num_steps: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        command += [str(SCRIPT), "runs/demo", str(num_steps)]
+        jobs.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.poll() is None:
+            ranks = ranks_of(job)
+            job.kill()
+            for pid in ranks:
+                kill(pid)
+        job.communicate()
 
 
 def ranks_of(job: subprocess.Popen[str]) -> list[int]:
@@ -35,8 +53,7 @@ def committed() -> list[int]:
     return [each.step for each in holdfast.ls("runs/demo")] if Path("runs/demo/holdfast.json").exists() else []
 
 
-def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_it_goes_on_after_a_kill_on_another_number_of_ranks(train: Callable[..., subprocess.Popen[str]]) -> None:
     job = train(2, num_steps=100_000)
     until(lambda: bool(committed()), timeout_s=60)
     os.kill(ranks_of(job)[0], signal.SIGKILL)
@@ -55,8 +72,7 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path, monk
 
 
 @pytest.mark.slow
-def test_sigterm_leaves_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_sigterm_leaves_the_last_step(train: Callable[..., subprocess.Popen[str]]) -> None:
     job = train(2, num_steps=100_000)
     until(lambda: bool(committed()), timeout_s=60)
     before = committed()[0]
