@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.contenders import BACKGROUND, LOADING, MANY
 from bench.data import DATA
 from bench.engine import ENGINE
 from bench.events import EVENTS
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
-from bench.markdown import RESULTS, replace_part
+from bench.markdown import replace_part
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -40,26 +41,25 @@ def bench(
     ] = None,
     *,
     only: Annotated[list[str] | None, typer.Option(help="Only this part; the others stay. Repeatable.")] = None,
-    contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit; repeatable.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit. Repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="In each round, every contender takes its turn.")] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks, where a scenario names no number.")] = None,
     scale: Annotated[float, typer.Option(min=0, help="Share of the full size of states; 0 is the smallest.")] = 1.0,
     folder: Annotated[Path, typer.Option("--dir", exists=True, help="A folder on the device to measure.")] = Path(),
     memory: Annotated[Path, typer.Option("--node-dir", exists=True, help="A folder in memory.")] = Path("/dev/shm"),
 ) -> None:
     """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
     root = Path()
-    asked = chosen(names or None, (*PLACES, TABLE), kind="benchmark")
+    asked = chosen(names, (*PLACES, TABLE), kind="benchmark")
     if TABLE in asked:
         documents(root, {})  # what is wrong with them is seen before the long run rather than after it
-    contenders = tuple(contender) if contender else None
-    options = Options(rounds=rounds, scale=scale, world=world, contenders=contenders, folder=folder, memory=memory)
+    contenders = chosen(contender, {**LOADING, **BACKGROUND, **MANY}, kind="contender")
+    options = Options(rounds=rounds, scale=scale, contenders=contenders, folder=folder, memory=memory)
     measured = [(each, measure(each, options, only, root / RESULTS)) for each in BENCHMARKS if each.name in asked]
     if TABLE in asked:
         publish(root)
     for _, result in measured:
         require_raw_limit(result)
-    require_bars(bar for benchmark, result in measured for bar in benchmark.bars(result))
+    require_bars(bar for benchmark, result in measured for bar in benchmark.judged(result).values())
 
 
 def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
@@ -73,8 +73,8 @@ def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, 
         parts[name] = benchmark.parts[name](options)
         result = Result(benchmark.name, tuple(parts[each] for each in benchmark.parts if each in parts))
         typer.echo(f"{benchmark.name}, {name}: wrote {write_result(result, results)}")
-    for bar in benchmark.bars(result):
-        typer.echo(bar.text())
+    for what, bar in benchmark.judged(result).items():
+        typer.echo(f"{what} {bar.text()}")
     return result
 
 

@@ -3,23 +3,22 @@ restore from the memory of the node after the death of all ranks."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import holdfast
-from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, OURS
+from bench.contenders import HoldfastBackground
 from bench.costs import Watch, give_back, settle
 from bench.runner import Found, Job, Span, Turns, require_same
-from bench.schema import RAW, WARM_UP, BenchError
+from bench.schema import OURS, RAW, WARM_UP, BenchError
 from bench.state import State, Work
-from bench.ways import HoldfastBackground, Site, Way, opened
+from bench.ways import Pending, Site, opened
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.store.base import Bytes
@@ -44,8 +43,6 @@ _COMMIT_TIMEOUT_S = 120.0
 class Saves(Turns):
     """Saves of all contenders; a step comes after ``work_s`` of work. The raw limit saves alone only."""
 
-    registry = BACKGROUND
-
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
         self._work = Work()
@@ -55,8 +52,6 @@ class Saves(Turns):
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, saves_alone = self.way(name), name.startswith(RAW)
         watch = self._watched(name) if number == WARM_UP and not saves_alone else None
-        if watch is None:
-            way.ready()
         self._work.for_seconds(0 if saves_alone else self._work_s)
         plain_step_s = self.site.live.step()
         for saving in (ALONE,) if saves_alone else MEASURES:
@@ -73,7 +68,6 @@ class Saves(Turns):
                 way.load(folder)
                 require_same(expected, self.state.digests(), name=name)
             self.discard(name, folder)
-        way.rest()
 
     def _save(self, name: str, folder: Path, plain_step_s: float | None) -> dict[str, Any]:
         """A save; beside work and a step, if a step without a save takes `plain_step_s`."""
@@ -86,8 +80,8 @@ class Saves(Turns):
             if plain_step_s is not None:
                 self._work.for_seconds(self._work_s)
                 ready_s = time.monotonic()
-                with way.unlocked():
-                    self.site.live.step()
+                pending.unlock()
+                self.site.live.step()
                 found["step_wait_s"] = time.monotonic() - ready_s - plain_step_s
             pending.wait()
             if (persist_s := pending.persist_s()) is not None:
@@ -108,8 +102,6 @@ class PythonLoop(Turns):
     A sample has what it counted per second for ``calm_s`` before, during the whole save, while the save only wrote, and
     for ``calm_s`` after; and ``seconds`` until the save was durable.
     """
-
-    registry = BESIDE_PYTHON
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         calm_s: float = self.job.scenario.facts["calm_s"]
@@ -133,47 +125,38 @@ class PythonLoop(Turns):
 
 
 class TrainingLoop(Turns):
-    """Training loops of ``steps`` of ``tokens`` per rank, without saves and with one after every ``every`` steps. Every
-    rank keeps one core busy, and all ranks meet at the end of a step, as when they reduce gradients.
+    """Training loops of ``steps`` of ``tokens`` per rank, without a save and with one after the first step. Every rank
+    keeps one core busy, and all ranks meet at the end of a step, as when they reduce gradients.
 
-    A sample has the ``seconds`` of a loop, and ``durable_s``, until its last save was durable.
+    A sample has the ``seconds`` of a loop, and ``durable_s``, until its save was durable.
     """
-
-    registry = BESIDE_TRAINING
 
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
-        for name in job.contenders:
-            self.way(name).ready()
         self._work = Work()
         num_operations = _OPERATIONS * job.scenario.facts["tokens"] * site.state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
         _ = site.live
-        self.ways[NO_SAVES] = Way(site, NO_SAVES)
 
-    def entrants(self, number: int) -> tuple[str, ...]:
-        return NO_SAVES, *self.job.contenders
+    @property
+    def entrants(self) -> list[str]:
+        return [NO_SAVES, *self.job.able]
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
-        way = self.way(name)
-        folders = {step: way.place(f"{number}-{step}") for step in steps[::every] if name != NO_SAVES}
-        for folder in (self.site.folder, *folders.values()):
-            self.cold(folder)
-        begun, reduced = [], torch.zeros(1)
+        folder = self.cold(self.site.folder if name == NO_SAVES else self.way(name).place(number))
+        pending, reduced = Pending(), torch.zeros(1)
         start_s = time.monotonic()
-        for step in steps:
+        for step in range(self.job.scenario.facts["steps"]):
             self._work.products(self._num_products)
             dist.all_reduce(reduced)
-            with way.unlocked():
-                self.site.live.step()
-            if step in folders:
-                begun.append(way.begin(folders[step]))
+            pending.unlock()
+            self.site.live.step()
+            if step == 0 and name != NO_SAVES:
+                pending = self.way(name).begin(folder)
         end_s = time.monotonic()
-        for pending in begun:
-            pending.wait()
+        pending.wait()
         yield measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
-        for folder in dict.fromkeys(folders.values()):
+        if name != NO_SAVES:
             self.discard(name, folder)
 
 
@@ -186,21 +169,18 @@ class Restores(Turns):
     durable when the ranks died.
     """
 
-    registry: ClassVar = {OURS: BACKGROUND[OURS]}
     mortal = True
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, tensors = self.way(OURS), list(self.state.tensors().values())
         assert isinstance(way, HoldfastBackground)
         run, checkpointer = way.place(""), way.checkpointer
-        way.steps = itertools.count(number)
-        _ = self.site.live
         if number != WARM_UP:
             _add(tensors, number)  # as the ranks before have saved them
             yield "staged" if number % 2 == 0 else "durable", self._restored(checkpointer, run, step=number - 1)
         _add(tensors, 1)
-        pending = way.begin(run)
-        (pending.wait if number % 2 == 0 else pending.wait_copied)()  # in every other round it is only staged
+        handle = checkpointer.save(number)
+        (handle.durable if number % 2 == 0 else handle.staged).wait()
 
     def _restored(self, checkpointer: holdfast.Checkpointer, run: Path, *, step: int) -> Found:
         expected = self.state.digests()
