@@ -25,9 +25,9 @@ from bench.small import SMALL
 from bench.step import STEP
 from bench.view import VIEW
 
-#: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
+#: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
 BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA)
-PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
+NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.
 README, TABLES = Path("README.md"), Path("docs/benchmarks.md")
@@ -37,7 +37,7 @@ CHART, PLANNING = Path("docs/figures/speed.svg"), Path("docs/figures/planning.pn
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help=f"What to measure: {', '.join(PLACES)}; {TABLE} publishes all results. Default: all."),
+        typer.Argument(help=f"What to measure: {', '.join(NAMES)}; {TABLE} publishes all results. Default: all."),
     ] = None,
     *,
     only: Annotated[list[str] | None, typer.Option(help="Only this part; the others stay. Repeatable.")] = None,
@@ -49,7 +49,7 @@ def bench(
 ) -> None:
     """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
     root = Path()
-    asked = chosen(names, (*PLACES, TABLE), kind="benchmark")
+    asked = chosen(names, (*NAMES, TABLE), kind="benchmark")
     if TABLE in asked:
         documents(root, {})  # what is wrong with them is seen before the long run rather than after it
     contenders = chosen(contender, {**LOADING, **BACKGROUND, **MANY}, kind="contender")
@@ -83,7 +83,7 @@ def publish(root: Path) -> None:
     found = {each.name: read_result(each.name, root / RESULTS) for each in BENCHMARKS}
     for result in found.values():
         require_raw_limit(result)
-    rendered = {PLACES[each.name]: each.render(found[each.name]) for each in BENCHMARKS}
+    rendered = {each.name: each.render(found[each.name]) for each in BENCHMARKS}
     rendered[FRONT] = render_front(found["io"], found["engine"], found["small"])
     texts = documents(root, rendered) | {root / CHART: render_chart(found["io"], found["load"])}
     for path, text in texts.items():
@@ -95,7 +95,7 @@ def publish(root: Path) -> None:
 def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
     """The documents with what was `rendered`. BenchError where one has no place for a table."""
     texts = {}
-    for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
+    for path, places in ((root / TABLES, NAMES), (root / README, (FRONT,))):
         if not path.is_file():
             raise BenchError(f"There is no {path}. Run from the root of the repository.")
         texts[path] = path.read_text()

@@ -265,7 +265,7 @@ class Safetensors(Way):
 class Holdfast(Way):
     """holdfast.save/load, defaults, each save into a new run."""
 
-    name, verified = OURS, "digest of every block read"
+    name = OURS
     durable = "fsync of files and folders, sealed and committed"
 
     def __init__(self, site: Site, entrant: str) -> None:
@@ -292,7 +292,7 @@ class HoldfastLater(Holdfast):
 class HoldfastLive(HoldfastLater):
     """holdfast.save of the live objects, defaults, all saves into one run."""
 
-    name, verified = "holdfast-sync", "no"  # only saves are timed
+    name = "holdfast-sync"
 
     @property
     def _saved(self) -> dict[str, Any]:

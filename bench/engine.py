@@ -3,14 +3,14 @@ a loop of Python, and saves in a training loop on all cores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.benchmark import Bar, Benchmark, Options
-from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, GENERATIONS, OURS_SYNC, Registry
-from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES, PythonLoop, Restores, Saves, TrainingLoop
+from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, OURS_SYNC, Registry
+from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES, NUM_STEPS, PythonLoop, Restores, Saves, TrainingLoop
 from bench.markdown import NO_FIGURE, about, cpu, fastest, labels, memory, of_raw, table, text
 from bench.runner import Job, Turns, measure
 from bench.schema import OURS, RAW, WARM_UP, Part, Result, paired_ratios
@@ -22,28 +22,25 @@ NUM_LAYERS = 111
 
 
 class Measured(NamedTuple):
-    """What is measured in a part: a state of `gib`. `timed` are facts in seconds, and shorter at a smaller scale."""
+    """What is measured in a part, with a state of `gib`."""
 
     turns: type[Turns]
     registry: Registry
     gib: float
     world: int = 2
-    facts: Mapping[str, Any] = {}
-    timed: Mapping[str, float] = {}
 
 
 PARTS = {
-    SAVES: Measured(Saves, BACKGROUND, 2.0, facts={"generations": GENERATIONS}, timed={"work_s": 1.0}),
+    SAVES: Measured(Saves, BACKGROUND, 2.0),
     RESTORE: Measured(Restores, {OURS: BACKGROUND[OURS]}, 2.0),
-    PYTHON: Measured(PythonLoop, BESIDE_PYTHON, 1.0, world=1, timed={"calm_s": 1.0}),
-    LOOP: Measured(TrainingLoop, BESIDE_TRAINING, 0.5, facts={"steps": 10, "tokens": 512}),
+    PYTHON: Measured(PythonLoop, BESIDE_PYTHON, 1.0, world=1),
+    LOOP: Measured(TrainingLoop, BESIDE_TRAINING, 0.5),
 }
 
 
 def measure_engine(name: str, options: Options) -> Part:
     part = PARTS[name]
-    facts = {**part.facts, **{key: options.scale * seconds for key, seconds in part.timed.items()}}
-    scenario = options.scenario(name, world=part.world, rounds=7, facts=facts)
+    scenario = options.scenario(name, world=part.world, rounds=7, facts={"work_s": options.scale})
     recipe = LlamaLike(options.nbytes(part.gib), "rows", options.number(NUM_LAYERS))
     return measure(options, Job(scenario, part.turns, recipe, part.registry))
 
@@ -106,7 +103,7 @@ def tables(result: Result) -> Iterator[str]:
     yield from (_restore(restore), f"{about(restore)} The copy takes {moved_cpu_s:.2f} s of CPU per GB.")
     yield _slow_downs(python, loop)
     yield f"Loop of Python. {about(python)}"
-    without_saves = f"{loop.scenario.facts['steps']} steps without a save take {text(loop.series(NO_SAVES))} s."
+    without_saves = f"{NUM_STEPS} steps without a save take {text(loop.series(NO_SAVES))} s."
     yield f"Training loop. {about(loop)} {without_saves}"
 
 
@@ -116,7 +113,7 @@ def _saves(part: Part) -> str:
 
     return table(
         "",
-        labels(part),
+        labels(part.able),
         ("save blocks, ms", ms("blocked_s")),
         ("next step waits, ms", ms("step_wait_s")),
         ("durable after, s", lambda name: text(part.series(name, measure=ALONE))),
@@ -132,10 +129,10 @@ def _restore(part: Part) -> str:
         return {"memcpy_s": "1", "load_s": NO_FIGURE}.get(key) or text(of_memcpy(part, key))
 
     rows = {
-        "restore from node memory (verified)": "seconds",
+        "restore from node memory": "seconds",
         "copy of each tensor, with its digests, and no more": "moved_s",
         "memcpy of as many bytes": "memcpy_s",
-        "load from storage, cold caches (verified)": "load_s",
+        "load from storage, cold caches": "load_s",
     }
     seconds = ("s", lambda key: text(part.series(OURS, key)))
     return table("after SIGKILL of all ranks", rows, seconds, ("of memcpy", of_copy))

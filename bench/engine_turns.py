@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import holdfast
 from bench.contenders import HoldfastBackground
 from bench.costs import Watch, give_back, settle
-from bench.runner import Found, Job, Span, Turns, require_same
+from bench.runner import Found, Job, Turns, require_same
 from bench.schema import OURS, RAW, WARM_UP, BenchError
 from bench.state import State, Work
 from bench.ways import Pending, Site, opened
@@ -27,8 +26,8 @@ from holdfast.store.base import Bytes
 #: all is durable, ``blocked_s`` those of the call, ``persist_s`` from the end of the copy; ``step_wait_s`` is what the
 #: next step took longer than one without a save. Memory counts from before the first save, whose times have its set-up.
 MEASURES = ALONE, BESIDE_WORK = ("save", "save beside work")
-#: The loop that saves nothing.
-NO_SAVES = "no saves"
+#: The loop that saves nothing; the steps of a training loop, and the tokens of each on a rank.
+NO_SAVES, NUM_STEPS, NUM_TOKENS = "no saves", 10, 512
 
 #: Counted between two looks at the save: a millisecond or so.
 _SLICE = 20_000
@@ -69,9 +68,9 @@ class Saves(Turns):
                 require_same(expected, self.state.digests(), name=name)
             self.discard(name, folder)
 
-    def _save(self, name: str, folder: Path, plain_step_s: float | None) -> dict[str, Any]:
+    def _save(self, name: str, folder: Path, plain_step_s: float | None) -> Found:
         """A save; beside work and a step, if a step without a save takes `plain_step_s`."""
-        way, found = self.way(name), dict[str, Any]()
+        way, found = self.way(name), Found()
 
         def save() -> None:
             called_s = time.monotonic()
@@ -99,34 +98,34 @@ class Saves(Turns):
 class PythonLoop(Turns):
     """Saves beside a loop that counts in Python, with a core to spare for whoever writes.
 
-    A sample has what it counted per second for ``calm_s`` before, during the whole save, while the save only wrote, and
-    for ``calm_s`` after; and ``seconds`` until the save was durable.
+    A sample has what it counted per second for ``work_s`` before, during the whole save, while the save only wrote, and
+    for ``work_s`` after; and ``seconds`` until the save was durable.
     """
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        calm_s: float = self.job.scenario.facts["calm_s"]
+        calm_s: float = self.job.scenario.facts["work_s"]
         folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
         start_s = time.monotonic()
         pending = self.way(name).begin(folder)
         copying = _counted_until(pending.is_copied)
         persisting = _counted_until(pending.is_over)
-        span = Span(start_s, time.monotonic())
+        seconds = time.monotonic() - start_s
         pending.wait()  # raises why it failed
-        found: Found = {
+        found = {
             "before_per_s": _per_s(before),
             "saving_per_s": _per_s(copying, persisting),
             "persisting_per_s": _per_s(persisting),
             "after_per_s": _per_s(_counted_for(calm_s)),
-            "seconds": span,
+            "seconds": seconds,
         }
         yield measure, found
         self.discard(name, folder)
 
 
 class TrainingLoop(Turns):
-    """Training loops of ``steps`` of ``tokens`` per rank, without a save and with one after the first step. Every rank
-    keeps one core busy, and all ranks meet at the end of a step, as when they reduce gradients.
+    """Training loops, without a save and with one after the first step. Every rank keeps one core busy, and all ranks
+    meet at the end of a step, as when they reduce gradients.
 
     A sample has the ``seconds`` of a loop, and ``durable_s``, until its save was durable.
     """
@@ -134,7 +133,7 @@ class TrainingLoop(Turns):
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
         self._work = Work()
-        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * site.state.size().nbytes // _PARAMETER_NBYTES
+        num_operations = _OPERATIONS * NUM_TOKENS * site.state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
         _ = site.live
 
@@ -146,16 +145,16 @@ class TrainingLoop(Turns):
         folder = self.cold(self.site.folder if name == NO_SAVES else self.way(name).place(number))
         pending, reduced = Pending(), torch.zeros(1)
         start_s = time.monotonic()
-        for step in range(self.job.scenario.facts["steps"]):
+        for step in range(NUM_STEPS):
             self._work.products(self._num_products)
             dist.all_reduce(reduced)
             pending.unlock()
             self.site.live.step()
             if step == 0 and name != NO_SAVES:
                 pending = self.way(name).begin(folder)
-        end_s = time.monotonic()
+        seconds = time.monotonic() - start_s
         pending.wait()
-        yield measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
+        yield measure, {"seconds": seconds, "durable_s": time.monotonic() - start_s}
         if name != NO_SAVES:
             self.discard(name, folder)
 
@@ -192,15 +191,21 @@ class Restores(Turns):
 
         _await_commit(run, step)  # what a keeper still does would take its time from the restore
         self.state.clear()
-        restores, _ = _timed(restore)
+        restore_s, _ = _timed(restore)
         require_same(expected, self.state.digests(), name="holdfast (restore)")
-        copies, (moves, moved_cpu_s) = _copies(self.state), _moves(self.state)
+        copy_s, (moved_s, moved_cpu_s) = _copied_s(self.state), _moved_s(self.state)
         self.state.clear()
         if self.leads:
             settle(run)
-        loads, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
+        load_s, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
         require_same(expected, self.state.digests(), name="holdfast (load)")
-        return {"seconds": restores, "memcpy_s": copies, "moved_s": moves, "moved_cpu_s": moved_cpu_s, "load_s": loads}
+        return {
+            "seconds": restore_s,
+            "memcpy_s": copy_s,
+            "moved_s": moved_s,
+            "moved_cpu_s": moved_cpu_s,
+            "load_s": load_s,
+        }
 
 
 def _add(tensors: list[torch.Tensor], times: int) -> None:
@@ -238,27 +243,26 @@ def _await_commit(root: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def _timed(work: Callable[[], object], tries: int = 1) -> tuple[list[Span], float]:
-    """The spans in which all ranks did `work` at once, `tries` times; and the least CPU seconds that it took."""
-    spans, cpu_s = [], []
+def _timed(work: Callable[[], object], tries: int = 1) -> tuple[float, float]:
+    """The least seconds and CPU seconds of `work`, which all ranks do at once, `tries` times."""
+    found = []
     for _ in range(tries):
         dist.barrier()
         start_s, start_cpu_s = time.monotonic(), time.process_time()
         work()
-        spans.append(Span(start_s, time.monotonic()))
-        cpu_s.append(time.process_time() - start_cpu_s)
-    return spans, min(cpu_s)
+        found.append((time.monotonic() - start_s, time.process_time() - start_cpu_s))
+    return min(found)
 
 
-def _copies(state: State) -> list[Span]:
-    """Spans of a memcpy of as many bytes from touched memory to touched memory."""
+def _copied_s(state: State) -> float:
+    """Seconds of a memcpy of as many bytes from touched memory to touched memory."""
     nbytes = sum(tensor.nbytes for tensor in state.tensors().values())
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     return _timed(lambda: np.copyto(target, source), _TRIES)[0]
 
 
-def _moves(state: State) -> tuple[list[Span], float]:
-    """Spans and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
+def _moved_s(state: State) -> tuple[float, float]:
+    """Seconds and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
     the processor still has it."""
     sources = list(state.tensors().values())
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []

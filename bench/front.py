@@ -73,10 +73,9 @@ def render_chart(saves: Result, loads: Result) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    (part,), moved = saves.parts, loads.find("fsdp-tp")
+    (part,), moved = saves.parts, loads.part("fsdp-tp")
     groups = {measure: _medians(part, measure) for measure in MEASURES}
-    if moved is not None:
-        groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, LOAD)
+    groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, LOAD)
     with mpl.rc_context({"svg.hashsalt": "holdfast", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(7.4, 0.5 + 0.85 * len(groups)), layout="constrained")
         figure.patch.set_alpha(0)

@@ -1,15 +1,15 @@
 """Tables of Markdown, the cells in them and the words below them, and their places in a document: between markers such
-as ``<!-- bench:start -->`` and ``<!-- bench:end -->``."""
+as ``<!-- io:start -->`` and ``<!-- io:end -->``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from bench.schema import OURS, RAW, BenchError, Part
+from bench.schema import OURS, RAW, BenchError, Contender, Part
 
 R = TypeVar("R")
 
@@ -25,11 +25,9 @@ def table(head: str, rows: Mapping[str, R], *columns: tuple[str, Callable[[R], s
     return "\n".join((top, "|" + "---|" * len(titles), *rest))
 
 
-def labels(part: Part, verified: str = "") -> dict[str, str]:
-    """The names of contenders that took part, by the heads of their rows; with `verified` where one checks what it
-    loads."""
-    checked = {each.name: f" {verified}" if verified and each.verified != "no" else "" for each in part.able}
-    return {"raw limit" if name == RAW else f"{name}{suffix}": name for name, suffix in checked.items()}
+def labels(contenders: Iterable[Contender]) -> dict[str, str]:
+    """The names of contenders, by the heads of their rows."""
+    return {"raw limit" if each.name == RAW else each.name: each.name for each in contenders}
 
 
 def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 import holdfast
 from bench.benchmark import Options
 from bench.contenders import HoldfastBackground, Registry, why_absent
-from bench.costs import cpu_s, how_dropped, keepers, node_memory, read_nbytes, scratch, settle, tree
+from bench.costs import cpu_s, keepers, node_memory, read_nbytes, scratch, settle, tree
 from bench.raw import RAW_WAYS
 from bench.schema import RAW, WARM_UP, BenchError, Contender, Part, Sample, Scenario, StateSize, environment, rotated
 from bench.state import Recipe
@@ -41,16 +41,8 @@ _LOOK_S = 0.1
 R = TypeVar("R")
 
 
-class Span(NamedTuple):
-    """When something began and ended on one rank, by the machine-wide monotonic clock."""
-
-    start_s: float
-    end_s: float
-
-
-#: What one rank found: spans become seconds from the first rank's start to the last rank's end; of several tries, those
-#: of the best one.
-Found = Mapping[str, float | Span | list[Span]]
+#: What one rank found.
+Found: TypeAlias = dict[str, float]
 
 
 class Job(NamedTuple):
@@ -118,16 +110,16 @@ class Turns:
         if self.leads:
             self.way(name).discard(folder)
 
-    def observed(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
+    def observed(self, name: str, work: Callable[[], object]) -> Found:
         """What `work` of entrant `name` takes. All ranks are here before and after, so that what others still do for it
         counts, and what they do next does not."""
         used_s, read = self._cpu_s(name), read_nbytes()
         start_s = time.monotonic()
         work()
-        span = Span(start_s, time.monotonic())
+        seconds = time.monotonic() - start_s
         device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read, strict=True))
         used_s = self._cpu_s(name) - used_s
-        return {"seconds": span, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+        return {"seconds": seconds, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
 
     def _cpu_s(self, name: str) -> float:
         """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
@@ -142,7 +134,7 @@ class Turns:
 def measured(scenario: Scenario, samples: Sequence[Sample], options: Options, **about: Any) -> Part:
     """A part that was measured here and now."""
     date, here = datetime.now(UTC).isoformat(timespec="seconds"), environment(options.folder)
-    return Part(scenario=scenario, date=date, environment=here, samples=tuple(samples), caches=how_dropped(), **about)
+    return Part(scenario=scenario, date=date, environment=here, samples=tuple(samples), **about)
 
 
 def measure(options: Options, *jobs: Job) -> Part:
@@ -234,29 +226,16 @@ def run_rank(job: Job, site: Site, rounds: range, queue: Any) -> None:
         for measure in turns.measures:
             for turn, name in enumerate(rotated(turns.entrants, number)):
                 for what, found in turns.take(name, number, measure):
-                    every: list[Found] | None = [found] * job.scenario.world if turns.leads else None
-                    dist.gather_object(found, every)
-                    if every is not None:
-                        queue.put(Sample(name, number, together(every), what, turn))
+                    every = [found] * job.scenario.world
+                    dist.gather_object(found, every if turns.leads else None)
+                    if turns.leads:
+                        values = {key: tuple(each[key] for each in every) for key in found}
+                        queue.put(Sample(name, number, values, what, turn))
     if turns.mortal:
         queue.put(None)
         signal.pause()
     for way in turns.ways.values():
         way.close()
-
-
-def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
-    """The values of a sample, of what each rank found."""
-    values: dict[str, tuple[float, ...]] = {}
-    for key in found[0]:
-        every = [each[key] for each in found]
-        if isinstance(every[0], float | int):
-            values[key] = tuple(every)  # type: ignore[arg-type]  # so are the others
-        else:
-            tries = zip(*(each if isinstance(each, list) else [each] for each in every), strict=True)
-            seconds = (max(span.end_s for span in spans) - min(span.start_s for span in spans) for spans in tries)
-            values[key] = (min(seconds),)
-    return values
 
 
 def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name: str) -> None:

@@ -98,7 +98,7 @@ def io_tables(result: Result) -> Iterator[str]:
 
     yield table(
         "",
-        labels(part, "(loads verified)"),
+        labels(part.able),
         ("save, s", lambda name: text(part.series(name, measure=SAVE))),
         ("of raw", lambda name: of_raw(part, name, SAVE)),
         ("load, s", lambda name: text(part.series(name, measure=LOAD))),
@@ -171,8 +171,7 @@ def bars(part: Part) -> Iterator[Bar]:
 
 
 def load_tables(result: Result) -> Iterator[str]:
-    last, able = result.parts[-1], {name: label for label, name in labels(result.parts[-1], "(verified)").items()}
-    rows = {able.get(each.name, each.name): each.name for each in last.contenders}
+    last, rows = result.parts[-1], labels(result.parts[-1].contenders)
 
     def column(part: Part, cell: Callable[[Part, str], str]) -> tuple[str, Callable[[str], str]]:
         return part.scenario.title, lambda name: "not possible" if name in part.not_possible else cell(part, name)

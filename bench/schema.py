@@ -77,13 +77,12 @@ class Contender(msgspec.Struct, frozen=True):
 
     name: str
     durable: str = "no"
-    verified: str = "no"
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
 
-    ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s`` is user and system time of a rank and
+    ``seconds`` are those of a rank, which all begin at once. ``cpu_s`` is user and system time of a rank and
     all that it started, ``peak_extra_nbytes`` the most memory that they had beyond that at the start. ``device_nbytes``
     came from the device (mapped files too), ``asked_nbytes`` were returned by read calls, from wherever.
     """
@@ -107,7 +106,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     contenders: tuple[Contender, ...] = ()
     not_possible: Mapping[str, str] = {}
-    caches: str = ""
     packages: Mapping[str, str] = {}
 
     @property
@@ -162,13 +160,11 @@ class Result(msgspec.Struct, frozen=True):
     name: str
     parts: tuple[Part, ...]
 
-    def find(self, name: str) -> Part | None:
-        return next((part for part in self.parts if part.scenario.name == name), None)
-
     def part(self, name: str) -> Part:
-        if (found := self.find(name)) is None:
-            raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
-        return found
+        for part in self.parts:
+            if part.scenario.name == name:
+                return part
+        raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
 
 
 def environment(folder: Path) -> Environment:

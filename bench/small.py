@@ -104,7 +104,7 @@ def tables(result: Result) -> Iterator[str]:
 
     yield table(
         f"{part.scenario.state.num_tensors:,} tensors",
-        labels(part, "(loads verified)"),
+        labels(part.able),
         ("save, s", lambda name: text(part.series(name, measure=SAVE))),
         ("load, s", lambda name: text(part.series(name, measure=LOAD))),
         ("CPU of all ranks, s save, load", lambda name: f"{cpu_s(name, SAVE):.1f}, {cpu_s(name, LOAD):.1f}"),

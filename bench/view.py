@@ -31,7 +31,7 @@ ROUNDS = 7
 #: The command alone: what Python and its imports take.
 NOTHING = "--help"
 OPENED, SHOWN = "opened", "shown"
-_LABELS = {"holdfast": "holdfast (verified)", NOTHING: "`holdfast --help`, for comparison"}
+_LABELS = {NOTHING: "`holdfast --help`, for comparison"}
 _SHAPE, _MODEL = (4, 4), "model.safetensors"
 
 
@@ -42,15 +42,11 @@ def measure_opens(options: Options) -> Part:
         for name, library in LIBRARIES.items():
             if not why_absent(library.package):
                 (root / name).mkdir()
-                in_ranks(1, save_many, name, root / name, num_tensors)
+                library.save(root / name, dict(map(named, range(num_tensors))))
                 takes[name] = partial(open_cold, name, root / name, num_tensors // 2)
         return in_turns(
             options.scenario(OPENED, rounds=ROUNDS, state=StateSize(num_tensors=num_tensors)), takes, options
         )
-
-
-def save_many(name: str, folder: Path, num_tensors: int) -> None:
-    LIBRARIES[name].save(folder, dict(map(named, range(num_tensors))))
 
 
 def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:

@@ -69,7 +69,8 @@ class Way:
     """
 
     name = ""
-    durable, verified = "no", "no"
+    #: What makes its saves durable.
+    durable = "no"
     #: The optional package that it needs.
     package = ""
     #: All its saves go into one run; of another way, each goes into a folder of its own.
@@ -82,7 +83,7 @@ class Way:
 
     @classmethod
     def about(cls) -> Contender:
-        return Contender(cls.name, cls.durable, cls.verified)
+        return Contender(cls.name, cls.durable)
 
     def place(self, what: object) -> Path:
         """The folder that it saves `what` into, and loads it from."""

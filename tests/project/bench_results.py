@@ -81,7 +81,6 @@ def part(
         samples=tuple(taken),
         contenders=tuple(contenders),
         not_possible=not_possible or {},
-        caches="dropped",
         packages={"torchsnapshot": "0.1"},
     )
 
@@ -250,9 +249,7 @@ def loop_part(*, loop_s: float = 8.08, is_full: bool = True) -> Part:
         for number in range(WARM_UP, ROUNDS + 1)
         for name, seconds in {NO_SAVES: 8.0, OURS: loop_s, THREAD: 10.0}.items()
     ]
-    facts = {"steps": 20, "tokens": 512}
-    contenders = beside_contenders()
-    return part(engine.LOOP, taken, contenders, rounds=ROUNDS, state=LARGE, facts=facts, is_full=is_full)
+    return part(engine.LOOP, taken, beside_contenders(), rounds=ROUNDS, state=LARGE, is_full=is_full)
 
 
 def beside_contenders() -> tuple[Contender, ...]:

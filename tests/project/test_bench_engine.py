@@ -199,7 +199,7 @@ def test_the_tables_have_medians_extremes_bars_and_who_could_not_take_part() -> 
     for line in (
         "| raw limit | - | - | 1.00 (1.00 to 1.00) | 1 | 0.10 | - | - |",
         f"| holdfast | {blocked} | {waits} | 1.50 (1.50 to 1.50) | 0.67 (0.67 to 0.67) | 0.10 | 40 | 0.10 |",
-        "| restore from node memory (verified) | 0.25 (0.25 to 0.25) | 0.80 (0.80 to 0.80) |",
+        "| restore from node memory | 0.25 (0.25 to 0.25) | 0.80 (0.80 to 0.80) |",
         "| copy of each tensor, with its digests, and no more | 0.20 (0.20 to 0.20) | 1.00 (1.00 to 1.00) |",
         "| dcp-async-thread | 50.0 (50.0 to 50.0) | 50.0 (50.0 to 50.0) | 25.0 (25.0 to 25.0) | 0.50 (0.50 to 0.50) |",
     ):
