@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -23,6 +24,7 @@ from bench.runner import command, in_ranks, in_turns, timed
 from bench.schema import OURS, BenchError, Part, Result, StateSize
 from holdfast.format import manifest as fmt
 from holdfast.format import records
+from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 
 NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
@@ -33,6 +35,8 @@ NOTHING = "--help"
 OPENED, SHOWN = "opened", "shown"
 _LABELS = {NOTHING: "`holdfast --help`, for comparison"}
 _SHAPE, _MODEL = (4, 4), "model.safetensors"
+#: Bounds memory.
+_FILES_AT_ONCE = 512
 
 
 def measure_opens(options: Options) -> Part:
@@ -112,7 +116,7 @@ LIBRARIES = {
 
 
 def write_simulated(folder: Path, sent: Sent) -> None:
-    """The folder of a checkpoint that simulated ranks saved, without its data files, which are all 1 GiB large."""
+    """The folder of a checkpoint that simulated ranks saved, without its data files."""
     manifest = manifest_of(sent)
     decoded = fmt.decode(manifest, path=str(folder))
     seal = Seal(
@@ -120,11 +124,19 @@ def write_simulated(folder: Path, sent: Sent) -> None:
         place=decoded.place,
         step=decoded.body.step,
         manifest=FileSeal(fmt.NAME, len(manifest), records.digest(manifest)),
-        files=tuple(FileSeal(fmt.file_name(index), 2**30, "0" * 32) for index in range(decoded.body.num_files)),
+        files=tuple(_file_seals(Files(decoded))),
     )
     folder.mkdir()
     (folder / fmt.NAME).write_bytes(manifest)
     (folder / records.SEAL_NAME).write_bytes(records.encode(seal))
+
+
+def _file_seals(files: Files) -> Iterator[FileSeal]:
+    for low in range(0, files.manifest.body.num_files, _FILES_AT_ONCE):
+        numbers = np.arange(low, min(low + _FILES_AT_ONCE, files.manifest.body.num_files))
+        columns = files.columns(numbers, positions=numbers[:0])
+        for index, nbytes in zip(numbers.tolist(), (columns.data_starts + columns.data_nbytes).tolist(), strict=True):
+            yield FileSeal(fmt.file_name(index), nbytes, "0" * 32)
 
 
 def bars(part: Part) -> Iterator[Bar]:

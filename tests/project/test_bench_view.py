@@ -10,8 +10,22 @@ from bench.__main__ import measure
 from bench.benchmark import Options
 from bench.plan import CASES
 from bench.schema import read_result
-from bench.view import NOTHING, OPENED, SHOWN, VIEW
+from bench.view import NOTHING, OPENED, SHOWN, VIEW, write_simulated
+from holdfast.format import records
+from holdfast.format.container import Files
+from holdfast.format.manifest import decode
 from tests.project.bench_results import view_result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_seal_of_a_simulated_checkpoint_has_the_sizes_of_its_files(case: str, tmp_path: Path) -> None:
+    write_simulated(tmp_path / "checkpoint", CASES[case].simulate(max(4, CASES[case].smallest)))
+    (manifest,) = (path for path in (tmp_path / "checkpoint").iterdir() if path.name != records.SEAL_NAME)
+    files = Files(decode(manifest.read_bytes(), path=str(manifest)))
+    seal = records.decode((tmp_path / "checkpoint" / records.SEAL_NAME).read_bytes(), records.Seal, path="seal")
+    last = files.layout(files.manifest.body.num_files - 1)
+    assert len(seal.files) == files.manifest.body.num_files
+    assert seal.files[-1].nbytes == last.data_start + last.data_nbytes
 
 
 def test_the_command_alone_has_no_bar() -> None:
