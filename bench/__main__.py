@@ -9,13 +9,14 @@ from typing import Annotated
 
 import typer
 
-from bench.benchmark import Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.contenders import BACKGROUND, LOADING, MANY
 from bench.data import DATA
 from bench.engine import ENGINE
 from bench.events import EVENTS
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
-from bench.markdown import RESULTS, replace_part
+from bench.markdown import replace_part
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -24,9 +25,9 @@ from bench.small import SMALL
 from bench.step import STEP
 from bench.view import VIEW
 
-#: In the order in which they are measured, each with the name of its place in `docs/benchmarks.md`.
+#: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
 BENCHMARKS = (IO, LOADS, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA)
-PLACES = {each.name: "bench" if each is IO else each.name for each in BENCHMARKS}
+NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.
 README, TABLES = Path("README.md"), Path("docs/benchmarks.md")
@@ -36,30 +37,29 @@ CHART, PLANNING = Path("docs/figures/speed.svg"), Path("docs/figures/planning.pn
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help=f"What to measure: {', '.join(PLACES)}; {TABLE} publishes all results. Default: all."),
+        typer.Argument(help=f"What to measure: {', '.join(NAMES)}; {TABLE} publishes all results. Default: all."),
     ] = None,
     *,
     only: Annotated[list[str] | None, typer.Option(help="Only this part; the others stay. Repeatable.")] = None,
-    contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit; repeatable.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help="Only this one beside the raw limit. Repeatable.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="In each round, every contender takes its turn.")] = None,
-    world: Annotated[int | None, typer.Option(min=1, help="Ranks, where a scenario names no number.")] = None,
     scale: Annotated[float, typer.Option(min=0, help="Share of the full size of states; 0 is the smallest.")] = 1.0,
     folder: Annotated[Path, typer.Option("--dir", exists=True, help="A folder on the device to measure.")] = Path(),
     memory: Annotated[Path, typer.Option("--node-dir", exists=True, help="A folder in memory.")] = Path("/dev/shm"),
 ) -> None:
     """Measure holdfast against its peers and its bars. A missed bar ends this with status 1, when all is written."""
     root = Path()
-    asked = chosen(names or None, (*PLACES, TABLE), kind="benchmark")
+    asked = chosen(names, (*NAMES, TABLE), kind="benchmark")
     if TABLE in asked:
         documents(root, {})  # what is wrong with them is seen before the long run rather than after it
-    contenders = tuple(contender) if contender else None
-    options = Options(rounds=rounds, scale=scale, world=world, contenders=contenders, folder=folder, memory=memory)
+    contenders = chosen(contender, {**LOADING, **BACKGROUND, **MANY}, kind="contender")
+    options = Options(rounds=rounds, scale=scale, contenders=contenders, folder=folder, memory=memory)
     measured = [(each, measure(each, options, only, root / RESULTS)) for each in BENCHMARKS if each.name in asked]
     if TABLE in asked:
         publish(root)
     for _, result in measured:
         require_raw_limit(result)
-    require_bars(bar for benchmark, result in measured for bar in benchmark.bars(result))
+    require_bars(bar for benchmark, result in measured for bar in benchmark.judged(result).values())
 
 
 def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, results: Path) -> Result:
@@ -73,8 +73,8 @@ def measure(benchmark: Benchmark, options: Options, only: Sequence[str] | None, 
         parts[name] = benchmark.parts[name](options)
         result = Result(benchmark.name, tuple(parts[each] for each in benchmark.parts if each in parts))
         typer.echo(f"{benchmark.name}, {name}: wrote {write_result(result, results)}")
-    for bar in benchmark.bars(result):
-        typer.echo(bar.text())
+    for what, bar in benchmark.judged(result).items():
+        typer.echo(f"{what} {bar.text()}")
     return result
 
 
@@ -83,7 +83,7 @@ def publish(root: Path) -> None:
     found = {each.name: read_result(each.name, root / RESULTS) for each in BENCHMARKS}
     for result in found.values():
         require_raw_limit(result)
-    rendered = {PLACES[each.name]: each.render(found[each.name]) for each in BENCHMARKS}
+    rendered = {each.name: each.render(found[each.name]) for each in BENCHMARKS}
     rendered[FRONT] = render_front(found["io"], found["engine"], found["small"])
     texts = documents(root, rendered) | {root / CHART: render_chart(found["io"], found["load"])}
     for path, text in texts.items():
@@ -95,7 +95,7 @@ def publish(root: Path) -> None:
 def documents(root: Path, rendered: Mapping[str, str]) -> dict[Path, str]:
     """The documents with what was `rendered`. BenchError where one has no place for a table."""
     texts = {}
-    for path, places in ((root / TABLES, PLACES.values()), (root / README, (FRONT,))):
+    for path, places in ((root / TABLES, NAMES), (root / README, (FRONT,))):
         if not path.is_file():
             raise BenchError(f"There is no {path}. Run from the root of the repository.")
         texts[path] = path.read_text()

@@ -1,4 +1,4 @@
-"""What a benchmark is to the command line: its options, parts, table and bars; and the rules that judge its results."""
+"""What a benchmark is to the command line: options, parts, tables and bars; and the rules that judge its results."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.schema import BenchError, Part, Result
+from bench.markdown import table
+from bench.schema import BenchError, Part, Result, Scenario
 
+RESULTS = Path("bench/results")
 #: A contender cannot be faster than the device; above this share the raw loop was not at the limit.
 MAX_SHARE_OF_RAW = 1.05
 
 
-class Bar(msgspec.Struct, frozen=True):
-    """A median of holdfast, its limit (at most, or at least), and both in words."""
+class Bar(NamedTuple):
+    """A median of holdfast, and its limit: at most, or at least."""
 
     what: str
     figure: float
     limit: float
-    words: str
+    unit: str = ""
+    form: str = ".3g"
     at_least: bool = False
 
     @property
@@ -30,30 +33,16 @@ class Bar(msgspec.Struct, frozen=True):
         return self.figure >= self.limit if self.at_least else self.figure <= self.limit
 
     def text(self) -> str:
-        return f"{self.words}: {'met' if self.met else 'missed'}"
-
-
-def judged(
-    what: str, figure: float, limit: float, unit: str = "", *, form: str = "{:.3g}", at_least: bool = False
-) -> Bar:
-    """A bar whose words have the figure, in `form`, and the limit."""
-    words = f"{what} {form.format(figure)}{unit} (at {'least' if at_least else 'most'} {limit:.3g}{unit})"
-    return Bar(what, figure, limit, words, at_least)
-
-
-def verdicts(bars: Iterable[Bar], head: str) -> list[str]:
-    """A paragraph of which `bars` were met, below `head`; none without bars."""
-    every = "; ".join(bar.text() for bar in bars)
-    return [f"Bars {head}: {every}."] if every else []
+        limit = f"at {'least' if self.at_least else 'most'} {self.limit:.3g}{self.unit}"
+        return f"{self.figure:{self.form}}{self.unit} ({limit}): {'met' if self.met else 'missed'}"
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to measure. `scale` is the share of the full size of states, of durations, and of numbers of tensors and
-    layers; at 0 all are as small as they can be."""
+    """How to measure. `scale` is the share of the full size of states, of durations, and of numbers of tensors, layers
+    and ranks; at 0 all are as small as they can be."""
 
     rounds: int | None = None
     scale: float = 1.0
-    world: int | None = None
     contenders: tuple[str, ...] | None = None
     folder: Path = Path()
     memory: Path = Path("/dev/shm")
@@ -66,18 +55,37 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         """The scaled bytes of a state that has `gib` at full size."""
         return self.number(int(gib * 2**30))
 
+    def scenario(self, name: str, *, rounds: int, **about: Any) -> Scenario:
+        """A scenario that has so many `rounds` at full size."""
+        chosen = self.rounds or rounds
+        return Scenario(name=name, rounds=chosen, is_full=self.scale >= 1 and chosen >= rounds, **about)
+
 
 class Benchmark(NamedTuple):
-    """What the command line measures, judges and shows. Each of `parts` measures one scenario."""
+    """What the command line measures, shows and judges. Each of `parts` measures one scenario, `bars` are those of one
+    part of full size."""
 
     name: str
     parts: Mapping[str, Callable[[Options], Part]]
-    render: Callable[[Result], str]
-    bars: Callable[[Result], Iterable[Bar]] = lambda _: ()
+    tables: Callable[[Result], Iterable[str]]
+    bars: Callable[[Part], Iterable[Bar]] = lambda _: ()
+
+    def judged(self, result: Result) -> dict[str, Bar]:
+        bars = (bar for part in result.parts if part.scenario.is_full for bar in self.bars(part))
+        return {bar.what: bar for bar in bars}
+
+    def render(self, result: Result) -> str:
+        """The tables, that of the bars, and where everything was measured."""
+        bars, every = self.judged(result), result.parts
+        judged = [table("bar", bars, ("holdfast", Bar.text))] if bars else []
+        machines = (", ".join(filter(None, (part.environment.in_words(), part.date[:10]))) for part in every)
+        packages = (f", {name} {version}" for part in every for name, version in part.packages.items())
+        where = f"{'; '.join(dict.fromkeys(machines))}{''.join(dict.fromkeys(packages))}."
+        return "\n\n".join([*self.tables(result), *judged, f"{where} [Samples](../{RESULTS / self.name}.json)."])
 
 
 def require_bars(bars: Iterable[Bar]) -> None:
-    if missed := [bar.text() for bar in bars if not bar.met]:
+    if missed := [f"{bar.what} {bar.text()}" for bar in bars if not bar.met]:
         raise BenchError("; ".join(missed))
 
 
@@ -100,4 +108,4 @@ def chosen(names: Sequence[str] | None, known: Iterable[str], *, kind: str) -> t
     known = tuple(known)
     if unknown := [name for name in names or () if name not in known]:
         raise BenchError(f"There is no {kind} {', '.join(unknown)}. Choose from {', '.join(known)}.")
-    return tuple(name for name in known if names is None or name in names)
+    return tuple(name for name in known if not names or name in names)

@@ -1,16 +1,16 @@
-"""The contenders: who saves and loads what, in the order of the tables.
+"""The contenders: who saves and loads what, in the order of the tables; each is set up for its shortest pause on a CPU.
 
-Those of other libraries, and those of PyTorch that save in the background, are here, each set up for its shortest pause
-on a CPU. Optional packages are imported where they are used. The others are in `bench/ways.py`.
+Optional packages are imported where they are used.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,17 +20,87 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from bench import ways
-from bench.benchmark import chosen
-from bench.costs import give_back
-from bench.schema import RAW
+import holdfast
+from bench.raw import RAW_WAYS, RawImage
+from bench.schema import OURS, RAW, BenchError
 from bench.state import VALUES, box, local
-from bench.ways import Dcp, Pending, Way
+from bench.ways import Pending, Site, Way
 
 Registry: TypeAlias = Mapping[str, type[Way]]
+
+#: Snapshots that holdfast keeps in the memory of the node, per rank.
+GENERATIONS = 2
+SYNCED = "fsync of each file"
+
+
+class Raw(Way):
+    """The raw limit, one file per rank: in the way that the name of the entrant says, or in the first one.
+
+    Beside a loop it shows what writing alone takes from the cores: the host of a virtual device may do that on the same
+    ones.
+    """
+
+    name, durable = RAW, "fdatasync"
+
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
+        self._way = RAW_WAYS[entrant.removeprefix(RAW).strip() or next(iter(RAW_WAYS))]
+        self._pool = ThreadPoolExecutor(1)
+
+    @property
+    def memory(self) -> RawImage:
+        return self.site.image
+
+    def save(self, folder: Path) -> None:
+        self.memory.write(rank_file(folder), self._way)
+
+    def begin(self, folder: Path) -> Pending:
+        return Pending.of(self._pool.submit(self.save, folder))
+
+    def load(self, folder: Path) -> None:
+        self.memory.read(rank_file(folder), self._way)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+class TorchSave(Way):
+    """torch.save/torch.load, one file per rank, or one for all ranks where all hold the same."""
+
+    name, durable = "torch.save", SYNCED
+
+    def save(self, folder: Path) -> None:
+        if self.state.is_sharded() or dist.get_rank() == 0:
+            with self._file(folder).open("wb") as file:
+                torch.save(self.state.tensors() | self.state.values, file)
+                file.flush()
+                os.fsync(file.fileno())
+
+    def load(self, folder: Path) -> None:
+        loaded = torch.load(self._file(folder), map_location="cpu", weights_only=True)
+        self.state.values.update({name: loaded[name] for name in self.state.values})
+        for path, tensor in self.state.tensors().items():
+            tensor.copy_(loaded[path])
+
+    def _file(self, folder: Path) -> Path:
+        return rank_file(folder) if self.state.is_sharded() else folder / "all-ranks"
+
+
+class Dcp(Way):
+    """torch.distributed.checkpoint.save/load, defaults."""
+
+    name, durable = "dcp", SYNCED
+
+    def save(self, folder: Path) -> None:
+        dcp_save(self.state.tree, checkpoint_id=folder)
+
+    def load(self, folder: Path) -> None:
+        dcp_load(self.state.tree, checkpoint_id=folder)
 
 
 class DcpThread(Dcp):
@@ -43,18 +113,18 @@ class DcpThread(Dcp):
     name = "dcp-async-thread"
     kind = AsyncCheckpointerType.THREAD
     save = Way.save
-    _stager: DefaultStager | None = None
-    _begun: AsyncSaveResponse | None = None
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
 
+    @cached_property
+    def _stager(self) -> DefaultStager:
+        shared = self.kind == AsyncCheckpointerType.PROCESS
+        return DefaultStager(StagingOptions(False, shared, use_async_staging=True, use_non_blocking_copy=False))
+
     def begin(self, folder: Path) -> Pending:
-        if self._begun is not None:
-            self._begun.upload_completion.result()  # it needs the stager's memory
-        self._stager = self._stager or self._new_stager()
         begun = async_save(
             self.state.tree,
             checkpoint_id=folder,
@@ -63,35 +133,10 @@ class DcpThread(Dcp):
             async_stager=self._stager,
         )
         assert isinstance(begun, AsyncSaveResponse)
-        self._begun = begun
         return Pending.of(begun.upload_completion, begun.staging_completion)
 
-    def unlocked(self) -> AbstractContextManager[None]:
-        if self._begun is not None:
-            self._begun.staging_completion.result()
-        return nullcontext()
-
-    def ready(self) -> None:
-        """Have a stager with memory that it has copied into."""
-        if self._stager is None:
-            self._stager = self._new_stager()
-            copied = self._stager.stage(self.state.tree)
-            assert isinstance(copied, Future)
-            copied.result()
-
-    def rest(self) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Let go of the memory; a process ends with this one."""
-        if self._stager is not None:
-            self._stager.close()
-        self._stager = self._begun = None
-        give_back()
-
-    def _new_stager(self) -> DefaultStager:
-        shared = self.kind == AsyncCheckpointerType.PROCESS
-        return DefaultStager(StagingOptions(False, shared, use_async_staging=True, use_non_blocking_copy=False))
+        self._stager.close()
 
 
 class DcpProcess(DcpThread):
@@ -99,9 +144,6 @@ class DcpProcess(DcpThread):
 
     name = "dcp-async-process"
     kind = AsyncCheckpointerType.PROCESS
-
-    def rest(self) -> None:
-        """Keep the stager: the process keeps its shared memory until its next save anyway."""
 
 
 class TorchCheckpointing(Way):
@@ -147,10 +189,6 @@ class TorchCheckpointingAsync(TorchCheckpointing):
 
     name = "torch_checkpointing-async"
     saver = "AsyncCheckpointSaverConfig"
-
-    def unlocked(self) -> AbstractContextManager[None]:
-        lock: AbstractContextManager[None] = self._manager.lock()
-        return lock
 
     def close(self) -> None:
         self._manager.close()
@@ -198,7 +236,6 @@ class Safetensors(Way):
     """Files of whole tensors, one per saving rank; a loading rank takes slices from all (safe_open)."""
 
     name = package = "safetensors"
-    io = "mapped"
 
     def save(self, folder: Path) -> None:
         """Gather each tensor, and write those that fall to this rank, in turns."""
@@ -225,39 +262,101 @@ class Safetensors(Way):
                     local(leaf).copy_(whole[box(leaf)])
 
 
+class Holdfast(Way):
+    """holdfast.save/load, defaults, each save into a new run."""
+
+    name = OURS
+    durable = "fsync of files and folders, sealed and committed"
+
+    def __init__(self, site: Site, entrant: str) -> None:
+        super().__init__(site, entrant)
+        self.steps = itertools.count()
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        return self.state.tree
+
+    def save(self, folder: Path) -> None:
+        holdfast.save(folder, self._saved, next(self.steps))
+
+    def load(self, folder: Path) -> None:
+        holdfast.load(folder, into=self._saved)
+
+
+class HoldfastLater(Holdfast):
+    """holdfast.save/load, defaults, all saves into one run: after the warm-up each of them is a later save."""
+
+    name, one_run = "holdfast-later", True
+
+
+class HoldfastLive(HoldfastLater):
+    """holdfast.save of the live objects, defaults, all saves into one run."""
+
+    name = "holdfast-sync"
+
+    @property
+    def _saved(self) -> dict[str, Any]:
+        return self.site.live.objects
+
+
+class HoldfastBackground(HoldfastLive):
+    """holdfast.Checkpointer of the live objects, defaults, all saves into one run. Its guard is in the optimizer."""
+
+    name = OURS
+    save = Way.save
+
+    @cached_property
+    def checkpointer(self) -> holdfast.Checkpointer:
+        memory = holdfast.Memory(generations=GENERATIONS, node_dir=self.site.node_dir)
+        return holdfast.Checkpointer(self.place(""), self._saved, memory=memory)
+
+    def begin(self, folder: Path) -> Pending:
+        handle = self.checkpointer.save(next(self.steps))
+        staged, durable = handle.staged, handle.durable
+
+        def wait() -> None:
+            durable.wait()
+            if handle.place is None:
+                raise BenchError("holdfast did not save into memory: there is too little of it.")
+
+        def persist_s() -> float:
+            assert staged.seconds is not None
+            assert durable.seconds is not None
+            return durable.seconds - staged.seconds
+
+        return Pending(wait, lambda: durable.is_over, lambda: staged.is_over, persist_s=persist_s)
+
+    def close(self) -> None:
+        """End the background threads; keeper and memory stay."""
+        self.checkpointer.close()
+
+
 def _registry(*kinds: type[Way]) -> Registry:
     return {kind.name: kind for kind in kinds}
 
 
-_TORCH = (ways.Raw, ways.TorchSave, ways.Dcp)
-_TORCH_ASYNC = (DcpThread, DcpProcess)
-_PEERS = (TorchCheckpointing, TorchSnapshot, Safetensors)
-_PEERS_ASYNC = (TorchSnapshotAsync, TorchCheckpointingAsync)
-#: Those that save and load while training waits.
-SAVING = _registry(*_TORCH, *_PEERS, ways.Holdfast, ways.HoldfastLater)
+#: Those that save and load while training waits; of all layouts, and of many small tensors.
+SAVING = _registry(Raw, TorchSave, Dcp, Holdfast)
+LOADING = _registry(Raw, TorchSave, Dcp, TorchCheckpointing, TorchSnapshot, Safetensors, Holdfast)
+MANY = _registry(Dcp, Holdfast, HoldfastLater)
 #: Those that save a live training state, with or without a wait for the device.
-BACKGROUND = _registry(*_TORCH, *_TORCH_ASYNC, *_PEERS_ASYNC, ways.HoldfastLive, ways.HoldfastBackground)
+BACKGROUND = _registry(
+    *(Raw, TorchSave, Dcp, DcpThread, DcpProcess, TorchSnapshotAsync, TorchCheckpointingAsync),
+    *(HoldfastLive, HoldfastBackground),
+)
 #: Those of them that are measured beside a loop of Python, and beside a training loop.
-BESIDE_PYTHON = _registry(ways.HoldfastBackground, *_TORCH_ASYNC)
-BESIDE_TRAINING = _registry(ways.Raw, *BESIDE_PYTHON.values())
-#: Names in `SAVING`, and in `BACKGROUND` and the registries beside loops.
-LATER = ways.HoldfastLater.name
-OURS, OURS_SYNC, THREAD = ways.HoldfastBackground.name, ways.HoldfastLive.name, DcpThread.name
-
-
-def select(
-    names: Sequence[str] | None, known: Registry, usual: Sequence[str] | None = None
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The raw limit and those of `names`, or the `usual` ones, that can take part, in the order of the tables; and why
-    the others cannot. BenchError for an unknown name."""
-    found = {RAW, *chosen(usual if names is None else names, known, kind="contender")}
-    absent = {name: reason for name in known if name in found and (reason := why_absent(known[name].package))}
-    return tuple(name for name in known if name in found and name not in absent), absent
+BESIDE_PYTHON = _registry(HoldfastBackground, DcpThread, DcpProcess)
+BESIDE_TRAINING = _registry(Raw, HoldfastBackground, DcpThread, DcpProcess)
+LATER, OURS_SYNC, THREAD = HoldfastLater.name, HoldfastLive.name, DcpThread.name
 
 
 def why_absent(package: str) -> str:
     """Why a contender cannot take part that needs `package`; nothing where it can."""
-    return "it is not installed; `make bench` installs it" if package and find_spec(package) is None else ""
+    return "" if not package or find_spec(package) else "it is not installed; `make bench` installs it"
+
+
+def rank_file(folder: Path) -> Path:
+    return folder / f"rank-{dist.get_rank()}"
 
 
 def _gathered(data: object, group: dist.ProcessGroup | None = None) -> dict[int, object]:

@@ -99,13 +99,6 @@ def node_memory(parent: Path) -> Iterator[Path]:
             psutil.wait_procs(last, timeout=_END_TIMEOUT_S)
 
 
-def how_dropped() -> str:
-    """How `settle` empties the page cache on this machine, in words for the result file."""
-    if os.access(_DROP_CACHES, os.W_OK):
-        return "sync and drop_caches before each timing"
-    return "sync and posix_fadvise(DONTNEED) of the files read before each timing (drop_caches is denied)"
-
-
 def settle(folder: Path) -> None:
     """Write all dirty pages back, then drop cached pages: all of them, or where denied those of `folder`."""
     os.sync()

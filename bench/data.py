@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
-from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.markdown import table
+from bench.benchmark import Bar, Benchmark, Options
+from bench.markdown import about, table
 from bench.runner import in_turns, timed
-from bench.schema import Part, Result, Scenario, measured
+from bench.schema import OURS, Part, Result
 from holdfast.data import GlobalOrder, MixedOrder, ShardedStream
 
 BATCH, NUM_BATCHES = 256, 1_000
 NUM_SAMPLES, NUM_SOURCES, NUM_SHARDS = 10**12, 20, 4 * BATCH
 BAR_US = 1.0
-OURS = "holdfast"
 
 
 class CountingShard:
@@ -66,37 +64,29 @@ _LABELS = {
 
 
 def measure_order(name: str, options: Options) -> Part:
-    """Batches that a loop takes one after another in one process, after some that are not counted."""
-    rounds, num_batches = options.rounds or 15, options.number(NUM_BATCHES)
-    batches = ORDERS[name]()
+    """Batches that a loop takes one after another in one process."""
+    num_batches, batches = options.number(NUM_BATCHES), ORDERS[name]()
 
     def take() -> None:
         for _ in range(num_batches):
             next(batches)
 
-    take()
-    samples = in_turns(range(1, rounds + 1), {OURS: partial(timed, take)})
-    scenario = Scenario(name=name, world=1, rounds=rounds, facts={"num_samples": num_batches * BATCH})
-    return measured(scenario, samples, options.folder)
+    scenario = options.scenario(name, rounds=15, facts={"num_samples": num_batches * BATCH})
+    return in_turns(scenario, {OURS: partial(timed, take)}, options)
 
 
-def _us_per_sample(part: Part) -> float:
-    return 1e6 * median(part.series(OURS)) / int(str(part.scenario.facts["num_samples"]))
+def us_per_sample(part: Part) -> float:
+    return 1e6 * part.median(OURS) / int(part.scenario.facts["num_samples"])
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    for part in result.parts:
-        yield judged(f"a sample, {part.scenario.name}", _us_per_sample(part), BAR_US, " µs")
+def bars(part: Part) -> Iterator[Bar]:
+    yield Bar(f"a sample, {part.scenario.name}", us_per_sample(part), BAR_US, " µs")
 
 
-def render_data(result: Result) -> str:
-    rows = ((label, f"{_us_per_sample(result.part(name)):.2f}") for name, label in _LABELS.items())
-    last = result.parts[-1]
-    how = (
-        f"Batches of {BATCH} samples on one rank, which nothing reads; medians of {last.scenario.rounds} rounds of "
-        f"{last.scenario.facts['num_samples']:,} samples. `python -m bench data`; {last.environment.in_words()}."
-    )
-    return f"{table(('order', 'a sample, µs'), *rows)}\n\n{how}"
+def tables(result: Result) -> Iterator[str]:
+    rows = {label: result.part(name) for name, label in _LABELS.items()}
+    yield table("order", rows, ("a sample, µs", lambda part: f"{us_per_sample(part):.2f}"))
+    yield about(result.parts[-1])
 
 
-DATA = Benchmark("data", {name: partial(measure_order, name) for name in ORDERS}, render_data, bars)
+DATA = Benchmark("data", {name: partial(measure_order, name) for name in ORDERS}, tables, bars)

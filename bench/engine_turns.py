@@ -3,23 +3,21 @@ restore from the memory of the node after the death of all ranks."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import holdfast
-from bench.contenders import BACKGROUND, BESIDE_PYTHON, BESIDE_TRAINING, OURS
+from bench.contenders import HoldfastBackground
 from bench.costs import Watch, give_back, settle
-from bench.runner import Found, Job, Span, Turns, require_same
-from bench.schema import RAW, WARM_UP, BenchError
+from bench.runner import Found, Job, Turns, require_same
+from bench.schema import OURS, RAW, WARM_UP, BenchError
 from bench.state import State, Work
-from bench.ways import HoldfastBackground, Site, Way, opened
+from bench.ways import Pending, Site, opened
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.digest import digest_blocks
 from holdfast.store.base import Bytes
@@ -28,8 +26,8 @@ from holdfast.store.base import Bytes
 #: all is durable, ``blocked_s`` those of the call, ``persist_s`` from the end of the copy; ``step_wait_s`` is what the
 #: next step took longer than one without a save. Memory counts from before the first save, whose times have its set-up.
 MEASURES = ALONE, BESIDE_WORK = ("save", "save beside work")
-#: The loop that saves nothing.
-NO_SAVES = "no saves"
+#: The loop that saves nothing; the steps of a training loop, and the tokens of each on a rank.
+NO_SAVES, NUM_STEPS, NUM_TOKENS = "no saves", 10, 512
 
 #: Counted between two looks at the save: a millisecond or so.
 _SLICE = 20_000
@@ -44,8 +42,6 @@ _COMMIT_TIMEOUT_S = 120.0
 class Saves(Turns):
     """Saves of all contenders; a step comes after ``work_s`` of work. The raw limit saves alone only."""
 
-    registry = BACKGROUND
-
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
         self._work = Work()
@@ -55,8 +51,6 @@ class Saves(Turns):
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, saves_alone = self.way(name), name.startswith(RAW)
         watch = self._watched(name) if number == WARM_UP and not saves_alone else None
-        if watch is None:
-            way.ready()
         self._work.for_seconds(0 if saves_alone else self._work_s)
         plain_step_s = self.site.live.step()
         for saving in (ALONE,) if saves_alone else MEASURES:
@@ -73,11 +67,10 @@ class Saves(Turns):
                 way.load(folder)
                 require_same(expected, self.state.digests(), name=name)
             self.discard(name, folder)
-        way.rest()
 
-    def _save(self, name: str, folder: Path, plain_step_s: float | None) -> dict[str, Any]:
+    def _save(self, name: str, folder: Path, plain_step_s: float | None) -> Found:
         """A save; beside work and a step, if a step without a save takes `plain_step_s`."""
-        way, found = self.way(name), dict[str, Any]()
+        way, found = self.way(name), Found()
 
         def save() -> None:
             called_s = time.monotonic()
@@ -86,8 +79,8 @@ class Saves(Turns):
             if plain_step_s is not None:
                 self._work.for_seconds(self._work_s)
                 ready_s = time.monotonic()
-                with way.unlocked():
-                    self.site.live.step()
+                pending.unlock()
+                self.site.live.step()
                 found["step_wait_s"] = time.monotonic() - ready_s - plain_step_s
             pending.wait()
             if (persist_s := pending.persist_s()) is not None:
@@ -105,75 +98,64 @@ class Saves(Turns):
 class PythonLoop(Turns):
     """Saves beside a loop that counts in Python, with a core to spare for whoever writes.
 
-    A sample has what it counted per second for ``calm_s`` before, during the whole save, while the save only wrote, and
-    for ``calm_s`` after; and ``seconds`` until the save was durable.
+    A sample has what it counted per second for ``work_s`` before, during the whole save, while the save only wrote, and
+    for ``work_s`` after; and ``seconds`` until the save was durable.
     """
 
-    registry = BESIDE_PYTHON
-
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        calm_s: float = self.job.scenario.facts["calm_s"]
+        calm_s: float = self.job.scenario.facts["work_s"]
         folder = self.cold(self.way(name).place(number))
         before = _counted_for(calm_s)
         start_s = time.monotonic()
         pending = self.way(name).begin(folder)
         copying = _counted_until(pending.is_copied)
         persisting = _counted_until(pending.is_over)
-        span = Span(start_s, time.monotonic())
+        seconds = time.monotonic() - start_s
         pending.wait()  # raises why it failed
-        found: Found = {
+        found = {
             "before_per_s": _per_s(before),
             "saving_per_s": _per_s(copying, persisting),
             "persisting_per_s": _per_s(persisting),
             "after_per_s": _per_s(_counted_for(calm_s)),
-            "seconds": span,
+            "seconds": seconds,
         }
         yield measure, found
         self.discard(name, folder)
 
 
 class TrainingLoop(Turns):
-    """Training loops of ``steps`` of ``tokens`` per rank, without saves and with one after every ``every`` steps. Every
-    rank keeps one core busy, and all ranks meet at the end of a step, as when they reduce gradients.
+    """Training loops, without a save and with one after the first step. Every rank keeps one core busy, and all ranks
+    meet at the end of a step, as when they reduce gradients.
 
-    A sample has the ``seconds`` of a loop, and ``durable_s``, until its last save was durable.
+    A sample has the ``seconds`` of a loop, and ``durable_s``, until its save was durable.
     """
-
-    registry = BESIDE_TRAINING
 
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
-        for name in job.contenders:
-            self.way(name).ready()
         self._work = Work()
-        num_operations = _OPERATIONS * job.scenario.facts["tokens"] * site.state.size().nbytes // _PARAMETER_NBYTES
+        num_operations = _OPERATIONS * NUM_TOKENS * site.state.size().nbytes // _PARAMETER_NBYTES
         self._num_products = max(1, num_operations // Work.OPERATIONS)
         _ = site.live
-        self.ways[NO_SAVES] = Way(site, NO_SAVES)
 
-    def entrants(self, number: int) -> tuple[str, ...]:
-        return NO_SAVES, *self.job.contenders
+    @property
+    def entrants(self) -> list[str]:
+        return [NO_SAVES, *self.job.able]
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        steps, every = range(self.job.scenario.facts["steps"]), self.job.scenario.facts["every"]
-        way = self.way(name)
-        folders = {step: way.place(f"{number}-{step}") for step in steps[::every] if name != NO_SAVES}
-        for folder in (self.site.folder, *folders.values()):
-            self.cold(folder)
-        begun, reduced = [], torch.zeros(1)
+        folder = self.cold(self.site.folder if name == NO_SAVES else self.way(name).place(number))
+        pending, reduced = Pending(), torch.zeros(1)
         start_s = time.monotonic()
-        for step in steps:
+        for step in range(NUM_STEPS):
             self._work.products(self._num_products)
             dist.all_reduce(reduced)
-            with way.unlocked():
-                self.site.live.step()
-            if step in folders:
-                begun.append(way.begin(folders[step]))
-        end_s = time.monotonic()
-        for pending in begun:
-            pending.wait()
-        yield measure, {"seconds": Span(start_s, end_s), "durable_s": Span(start_s, time.monotonic())}
-        for folder in dict.fromkeys(folders.values()):
+            pending.unlock()
+            self.site.live.step()
+            if step == 0 and name != NO_SAVES:
+                pending = self.way(name).begin(folder)
+        seconds = time.monotonic() - start_s
+        pending.wait()
+        yield measure, {"seconds": seconds, "durable_s": time.monotonic() - start_s}
+        if name != NO_SAVES:
             self.discard(name, folder)
 
 
@@ -186,21 +168,18 @@ class Restores(Turns):
     durable when the ranks died.
     """
 
-    registry: ClassVar = {OURS: BACKGROUND[OURS]}
     mortal = True
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         way, tensors = self.way(OURS), list(self.state.tensors().values())
         assert isinstance(way, HoldfastBackground)
         run, checkpointer = way.place(""), way.checkpointer
-        way.steps = itertools.count(number)
-        _ = self.site.live
         if number != WARM_UP:
             _add(tensors, number)  # as the ranks before have saved them
             yield "staged" if number % 2 == 0 else "durable", self._restored(checkpointer, run, step=number - 1)
         _add(tensors, 1)
-        pending = way.begin(run)
-        (pending.wait if number % 2 == 0 else pending.wait_copied)()  # in every other round it is only staged
+        handle = checkpointer.save(number)
+        (handle.durable if number % 2 == 0 else handle.staged).wait()
 
     def _restored(self, checkpointer: holdfast.Checkpointer, run: Path, *, step: int) -> Found:
         expected = self.state.digests()
@@ -212,15 +191,21 @@ class Restores(Turns):
 
         _await_commit(run, step)  # what a keeper still does would take its time from the restore
         self.state.clear()
-        restores, _ = _timed(restore)
+        restore_s, _ = _timed(restore)
         require_same(expected, self.state.digests(), name="holdfast (restore)")
-        copies, (moves, moved_cpu_s) = _copies(self.state), _moves(self.state)
+        copy_s, (moved_s, moved_cpu_s) = _copied_s(self.state), _moved_s(self.state)
         self.state.clear()
         if self.leads:
             settle(run)
-        loads, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
+        load_s, _ = _timed(lambda: holdfast.load(run, into=self.site.live.objects))
         require_same(expected, self.state.digests(), name="holdfast (load)")
-        return {"seconds": restores, "memcpy_s": copies, "moved_s": moves, "moved_cpu_s": moved_cpu_s, "load_s": loads}
+        return {
+            "seconds": restore_s,
+            "memcpy_s": copy_s,
+            "moved_s": moved_s,
+            "moved_cpu_s": moved_cpu_s,
+            "load_s": load_s,
+        }
 
 
 def _add(tensors: list[torch.Tensor], times: int) -> None:
@@ -258,27 +243,26 @@ def _await_commit(root: Path, step: int) -> None:
         time.sleep(0.05)
 
 
-def _timed(work: Callable[[], object], tries: int = 1) -> tuple[list[Span], float]:
-    """The spans in which all ranks did `work` at once, `tries` times; and the least CPU seconds that it took."""
-    spans, cpu_s = [], []
+def _timed(work: Callable[[], object], tries: int = 1) -> tuple[float, float]:
+    """The least seconds and CPU seconds of `work`, which all ranks do at once, `tries` times."""
+    found = []
     for _ in range(tries):
         dist.barrier()
         start_s, start_cpu_s = time.monotonic(), time.process_time()
         work()
-        spans.append(Span(start_s, time.monotonic()))
-        cpu_s.append(time.process_time() - start_cpu_s)
-    return spans, min(cpu_s)
+        found.append((time.monotonic() - start_s, time.process_time() - start_cpu_s))
+    return min(found)
 
 
-def _copies(state: State) -> list[Span]:
-    """Spans of a memcpy of as many bytes from touched memory to touched memory."""
+def _copied_s(state: State) -> float:
+    """Seconds of a memcpy of as many bytes from touched memory to touched memory."""
     nbytes = sum(tensor.nbytes for tensor in state.tensors().values())
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     return _timed(lambda: np.copyto(target, source), _TRIES)[0]
 
 
-def _moves(state: State) -> tuple[list[Span], float]:
-    """Spans and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
+def _moved_s(state: State) -> tuple[float, float]:
+    """Seconds and CPU seconds of a copy of each tensor to touched memory, with the digests of each block or more while
     the processor still has it."""
     sources = list(state.tensors().values())
     groups: list[tuple[list[torch.Tensor], list[torch.Tensor], Bytes]] = []

@@ -7,16 +7,15 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median
 
 import torch
 
 import holdfast
-from bench.benchmark import Bar, Benchmark, Options, judged
+from bench.benchmark import Bar, Benchmark, Options
 from bench.costs import scratch
-from bench.markdown import table
+from bench.markdown import about, table
 from bench.runner import TORCH_THREADS, in_turns, timed
-from bench.schema import Part, Result, Scenario, measured
+from bench.schema import Part, Result
 from holdfast.checkpointer.events import (
     Event,
     EventSource,
@@ -49,7 +48,8 @@ _LABELS = {
 def measure_events(options: Options) -> Part:
     """Steps without and with a listener, and the events of saves; in one process."""
     torch.set_num_threads(TORCH_THREADS)
-    rounds, num_steps, num_saves = options.rounds or 15, options.number(NUM_STEPS), options.number(NUM_SAVES)
+    num_steps, num_saves = options.number(NUM_STEPS), options.number(NUM_SAVES)
+    facts = {"num_steps": num_steps, "num_saves": num_saves, "num_events": len(_events())}
     with scratch(options.folder) as folder:
         source = EventSource(str(folder), 0, 1, socket.gethostname(), os.getpid())
         lines = JsonLines(folder / "events")
@@ -68,11 +68,10 @@ def measure_events(options: Options) -> Part:
             TOLD: lambda: timed(lambda: told.append(tell(num_saves))),
             HEARD: lambda: timed(lambda: tell(num_saves).close(60.0)),
         }
-        samples = in_turns(range(1, rounds + 1), takes)
+        part = in_turns(options.scenario("one-process", rounds=15, facts=facts), takes, options)
         for relay in told:
             relay.close(60.0)
-    facts = {"num_steps": num_steps, "num_saves": num_saves, "num_events": len(_events())}
-    return measured(Scenario(name="one-process", rounds=rounds, facts=facts), samples, options.folder)
+    return part
 
 
 def _steps(folder: Path, listeners: tuple[JsonLines, ...], num_steps: int) -> Callable[[], None]:
@@ -107,7 +106,7 @@ def _events() -> tuple[Event, ...]:
 def _us(part: Part, name: str) -> float:
     """Microseconds of one step or one save."""
     number = part.scenario.facts["num_steps" if name in (WITHOUT, WITH) else "num_saves"]
-    return 1e6 * median(part.series(name)) / int(str(number))
+    return 1e6 * part.median(name) / int(number)
 
 
 def percent_of_step(part: Part) -> float:
@@ -116,21 +115,14 @@ def percent_of_step(part: Part) -> float:
     return 100 * 1e-6 * per_step / STEP_S
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    for part in result.parts:
-        yield judged("events, share of a step", percent_of_step(part), BAR_PERCENT, " %")
+def bars(part: Part) -> Iterator[Bar]:
+    yield Bar("events, share of a step", percent_of_step(part), BAR_PERCENT, " %")
 
 
-def render_events(result: Result) -> str:
+def tables(result: Result) -> Iterator[str]:
     (part,) = result.parts
-    rows = ((label, f"{_us(part, name):.1f}") for name, label in _LABELS.items())
-    facts = part.scenario.facts
-    how = (
-        f"One process, medians of {part.scenario.rounds} rounds of {facts['num_steps']:,} steps and "
-        f"{facts['num_saves']:,} saves of {facts['num_events']} events. Of a step of {1000 * STEP_S:.0f} ms, with a "
-        f"save every {EVERY} steps, that is {percent_of_step(part):.3f} %. `python -m bench events`; "
-    )
-    return f"{table(('what', 'µs'), *rows)}\n\n{how}{part.environment.in_words()}."
+    yield table("what", {label: name for name, label in _LABELS.items()}, ("µs", lambda name: f"{_us(part, name):.1f}"))
+    yield about(part)
 
 
-EVENTS = Benchmark("events", {"one-process": measure_events}, render_events, bars)
+EVENTS = Benchmark("events", {"one-process": measure_events}, tables, bars)

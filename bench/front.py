@@ -7,17 +7,17 @@ import io
 from collections.abc import Callable
 from statistics import median
 
-from bench.contenders import OURS, THREAD
+from bench.contenders import THREAD
 from bench.engine import SAVES
 from bench.engine_turns import BESIDE_WORK
-from bench.markdown import NO_FIGURE, cpu, table
+from bench.markdown import NO_FIGURE, cpu, memory, table
 from bench.save_load import LOAD, MEASURES, SAVE
-from bench.schema import Part, Result
+from bench.schema import OURS, Part, Result
 from bench.small import SAVES as SMALL_SAVES
 
-CONTENDERS = {"holdfast": "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
+CONTENDERS = {OURS: "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
 #: Who of the columns saves in the background.
-_BACKGROUND = {"holdfast": OURS, "dcp": THREAD}
+_BACKGROUND = {OURS: OURS, "dcp": THREAD}
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
 #: Replaces matplotlib's colours where the reader prefers dark pages, with a background, as the page may be light.
@@ -45,24 +45,22 @@ def render_front(saves: Result, engine: Result, small: Result) -> str:
         series = many.series(name, measure=SAVE)
         return f"{median(series):.2f}" if series else NO_FIGURE
 
-    def both(name: str, cost: Callable[[Part, str, str], str]) -> str:
-        took_part = bool(part.series(name, measure=SAVE))
-        return " + ".join(cost(part, name, measure) if took_part else NO_FIGURE for measure in MEASURES)
+    def both(cost: Callable[[Part, str, str], str]) -> Callable[[str], str]:
+        able = {each.name for each in part.able}
+        return lambda name: " + ".join(cost(part, name, measure) if name in able else NO_FIGURE for measure in MEASURES)
 
-    def peak_mb(part: Part, name: str, measure: str) -> str:
-        return f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
+    saved, scenario, num_cpus = many.scenario, part.scenario, part.environment.num_cpus
+    rows: dict[str, Callable[[str], str]] = {
+        "background save, ms: the call + what the next step waits": waits,
+        f"save of {saved.state.num_tensors:,} small tensors, {saved.world} ranks, s": small_save_s,
+        "CPU of a save + a load, s per GB": both(cpu),
+        "extra memory of a rank in a save + in a load, MB": both(memory),
+    }
 
-    scenario, num_cpus = part.scenario, part.environment.num_cpus
-    lines = table(
-        ("", *CONTENDERS.values()),
-        ("background save, ms: the call + what the next step waits", *map(waits, CONTENDERS)),
-        (
-            f"save of {many.scenario.state.num_tensors:,} small tensors, {many.scenario.world} ranks, s",
-            *map(small_save_s, CONTENDERS),
-        ),
-        ("CPU of a save + a load, s per GB", *(both(name, cpu) for name in CONTENDERS)),
-        ("extra memory of a rank in a save + in a load, MB", *(both(name, peak_mb) for name in CONTENDERS)),
-    )
+    def column(name: str) -> Callable[[Callable[[str], str]], str]:
+        return lambda cell: cell(name)
+
+    lines = table("", rows, *((label, column(name)) for name, label in CONTENDERS.items()))
     how = (
         f"Medians. {scenario.state.nbytes / 1e9:.2f} GB of state, {scenario.world} ranks and {num_cpus} CPU cores, "
         "where the row does not say otherwise. All contenders of a row took turns in one run on one machine."
@@ -75,10 +73,9 @@ def render_chart(saves: Result, loads: Result) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    (part,), moved = saves.parts, loads.find("fsdp-tp")
+    (part,), moved = saves.parts, loads.part("fsdp-tp")
     groups = {measure: _medians(part, measure) for measure in MEASURES}
-    if moved is not None:
-        groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, LOAD)
+    groups[f"load {moved.scenario.title}".replace("-> ", "->\n")] = _medians(moved, LOAD)
     with mpl.rc_context({"svg.hashsalt": "holdfast", "svg.fonttype": "none", "font.size": 10}):
         figure = Figure(figsize=(7.4, 0.5 + 0.85 * len(groups)), layout="constrained")
         figure.patch.set_alpha(0)

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 from collections.abc import Iterator
 from functools import partial
-from statistics import median
 
 import torch
 
 import holdfast
-from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.costs import scratch
-from bench.markdown import table
-from bench.runner import command, in_turns, timed
-from bench.schema import Part, Result, Scenario, measured
+from bench.benchmark import Bar, Benchmark, Options
+from bench.markdown import about, ours, table
+from bench.runner import command, grown_run, in_turns, timed
+from bench.schema import OURS, Part, Result
 from bench.ways import opened
 
 LENGTHS = (10, 1_000, 10_000)
 #: ``holdfast ls`` of the longest history, in processor seconds: others depend on what else runs.
 LS_BAR_S = 1.0
-OURS = "holdfast"
-FIGURES = ("load_s", "save_s", "find_s", "ls_s", "ls_cpu_s", "doctor_s")
 
 
 def measure_history(length: int, options: Options) -> Part:
     """Grow a run and use it: a load of the head, the save after it, a search for the oldest step, two commands."""
-    rounds, steps = options.rounds or 5, itertools.count(length + 1)
-    state: dict[str, object] = {"w": torch.zeros(1024)}
-    with scratch(options.memory) as memory, scratch(options.folder) as folder:
-        for step in range(1, length + 1):
-            holdfast.save(memory, state, step)  # where no save waits for a disk
-        root = shutil.copytree(memory, folder / "run")
-        os.sync()  # else the first fsync of a save has to wait for all that was written
+    steps, state = itertools.count(length + 1), {"w": torch.zeros(1024)}
+    with grown_run(state, length, options) as grown:
+        root = grown()
         holdfast.load(root, state)
 
         def use() -> dict[str, float]:
@@ -48,33 +38,27 @@ def measure_history(length: int, options: Options) -> Part:
                 "doctor_s": command("doctor", root)["seconds"],
             }
 
-        samples = in_turns(range(1, rounds + 1), {OURS: use})
-    scenario = Scenario(name=str(length), rounds=rounds, facts={"num_checkpoints": length})
-    return measured(scenario, samples, options.folder)
+        scenario = options.scenario(str(length), rounds=5, facts={"num_checkpoints": length})
+        return in_turns(scenario, {OURS: use}, options)
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    if longest := result.find(str(LENGTHS[-1])):
-        cpu_s = median(longest.series(OURS, "ls_cpu_s"))
-        yield judged(f"ls of {LENGTHS[-1]:,} checkpoints", cpu_s, LS_BAR_S, " s")
+def bars(part: Part) -> Iterator[Bar]:
+    if part.scenario.name == str(LENGTHS[-1]):
+        yield Bar(f"ls of {LENGTHS[-1]:,} checkpoints", part.median(OURS, "ls_cpu_s"), LS_BAR_S, " s")
 
 
-def render_history(result: Result) -> str:
-    def row(part: Part) -> tuple[str, ...]:
-        load_s, save_s, find_s, ls_s, ls_cpu_s, doctor_s = (median(part.series(OURS, key)) for key in FIGURES)
-        in_ms = (f"{1e3 * seconds:.0f}" for seconds in (load_s, save_s, find_s))
-        return (
-            f"{part.scenario.facts['num_checkpoints']:,}",
-            *in_ms,
-            f"{ls_s:.2f} ({ls_cpu_s:.2f})",
-            f"{doctor_s:.2f}",
-        )
-
-    titles = ("checkpoints", "load of the head, ms", "save, ms", "find a step, ms", "`ls`, s (of CPU)", "`doctor`, s")
-    last = result.parts[-1]
-    how = f"A state of 4 KiB, one process, medians of {last.scenario.rounds}. `python -m bench history`; "
-    return f"{table(titles, *map(row, result.parts))}\n\n{how}{last.environment.in_words()}."
+def tables(result: Result) -> Iterator[str]:
+    yield table(
+        "checkpoints",
+        {f"{part.scenario.facts['num_checkpoints']:,}": part for part in result.parts},
+        ("load of the head, ms", ours("load_s", digits=0, scale=1e3)),
+        ("save, ms", ours("save_s", digits=0, scale=1e3)),
+        ("find a step, ms", ours("find_s", digits=0, scale=1e3)),
+        ("`ls`, s (of CPU)", lambda part: f"{part.median(OURS, 'ls_s'):.2f} ({part.median(OURS, 'ls_cpu_s'):.2f})"),
+        ("`doctor`, s", ours("doctor_s")),
+    )
+    yield about(result.parts[-1])
 
 
 PARTS = {str(length): partial(measure_history, length) for length in LENGTHS}
-HISTORY = Benchmark("history", PARTS, render_history, bars)
+HISTORY = Benchmark("history", PARTS, tables, bars)

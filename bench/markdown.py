@@ -1,38 +1,46 @@
 """Tables of Markdown, the cells in them and the words below them, and their places in a document: between markers such
-as ``<!-- bench:start -->`` and ``<!-- bench:end -->``."""
+as ``<!-- io:start -->`` and ``<!-- io:end -->``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
+from typing import TypeVar
 
-from bench.schema import RAW, BenchError, Part
+from bench.schema import OURS, RAW, BenchError, Contender, Part
 
-RESULTS = Path("bench/results")
+R = TypeVar("R")
+
 #: The cell of a missing figure.
 NO_FIGURE = "-"
 
 
-def table(titles: Sequence[str], *rows: Iterable[str]) -> str:
-    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (titles, *rows))
+def table(head: str, rows: Mapping[str, R], *columns: tuple[str, Callable[[R], str]]) -> str:
+    """A table with a line for each of `rows`, by its label; each of `columns` has a title and makes a cell of a row."""
+    titles = [head, *(title for title, _ in columns)]
+    cells = [[label, *(cell(row) for _, cell in columns)] for label, row in rows.items()]
+    top, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in (titles, *cells))
     return "\n".join((top, "|" + "---|" * len(titles), *rest))
 
 
-def labels(part: Part, verified: str = "") -> dict[str, str]:
-    """The contenders that took part, for the heads of rows; with `verified` where one checks what it loads."""
-    checks = {each.name: f" {verified}" if verified and each.verified != "no" else "" for each in part.able}
-    return {name: "raw limit" if name == RAW else f"{name}{suffix}" for name, suffix in checks.items()}
+def labels(contenders: Iterable[Contender]) -> dict[str, str]:
+    """The names of contenders, by the heads of their rows."""
+    return {"raw limit" if each.name == RAW else each.name: each.name for each in contenders}
 
 
 def text(series: Sequence[float], digits: int = 2, *, scale: float = 1.0) -> str:
-    """The median and the extremes of `series`, times `scale`; a dash when it is empty."""
+    """The median and, of several, the extremes of `series`, times `scale`; a dash when it is empty."""
     if not series:
         return NO_FIGURE
     middle, low, high = (f"{scale * each:.{digits}f}" for each in (median(series), min(series), max(series)))
-    return f"{middle} ({low} to {high})"
+    return f"{middle} ({low} to {high})" if len(series) > 1 else middle
+
+
+def ours(*keys: str, digits: int = 2, scale: float = 1.0) -> Callable[[Part], str]:
+    """A cell with holdfast's median in a part, or the sum of its medians, times `scale`."""
+    return lambda part: f"{scale * sum(part.median(OURS, key) for key in keys):.{digits}f}"
 
 
 def of_raw(part: Part, name: str, measure: str) -> str:
@@ -40,26 +48,32 @@ def of_raw(part: Part, name: str, measure: str) -> str:
 
 
 def cpu(part: Part, name: str, measure: str) -> str:
-    return f"{part.cpu_s_per_gb(name, measure=measure):.2f}"
+    return f"{1e9 * part.per_byte(name, 'cpu_s', measure=measure):.2f}"
 
 
-def memory(part: Part, name: str, *measures: str) -> str:
-    return f"{part.peak_nbytes(name, *measures) / 1e6:.0f}"
+def memory(part: Part, name: str, measure: str | None = None) -> str:
+    return f"{part.peak_nbytes(name, measure) / 1e6:,.0f}"
 
 
-def whereabouts(result: str, part: Part, *, packages: bool = False) -> str:
-    """Where and when `part` was measured, and where its samples are."""
-    found = "".join(f", {name} {version}" for name, version in part.packages.items()) if packages else ""
-    return f"{part.environment.in_words()}{found}, {part.date[:10]}. {samples_link(result)}."
+def about(part: Part) -> str:
+    """The size of a scenario, of how many rounds its figures are medians, and why some contenders took no part."""
+    scenario, state = part.scenario, part.scenario.state
+    where = f"On {scenario.world:,} ranks" if scenario.world > 1 else "In one process"
+    nbytes = f", {state.nbytes / 1e9:.2f} GB" if state.nbytes else ""
+    tensors = f", {state.num_tensors:,} tensors" if state.num_tensors else ""
+    rounds = f"medians of {scenario.rounds} rounds" if scenario.rounds > 1 else "one round"
+    return f"{where}{nbytes}{tensors}: {rounds}.{reasons(part)}"
 
 
-def samples_link(result: str) -> str:
-    return f"[Samples](../{RESULTS / result}.json)"
+def fastest(part: Part, *measures: str) -> str:
+    """Which way of the raw limit counts."""
+    ways = (f"{measure}, {part.raw_way(measure).removeprefix(RAW).strip()}" for measure in measures)
+    return f"The fastest raw loops: {'; '.join(ways)}."
 
 
-def reasons(*parts: Part, renamed: Mapping[str, str] = MappingProxyType({})) -> str:
-    found = (reason for part in parts for reason in part.not_possible.items())
-    return "".join(dict.fromkeys(f" Not possible for {renamed.get(name, name)}: {reason}." for name, reason in found))
+def reasons(*parts: Part) -> str:
+    found = (f" Not possible for {name}: {why}." for part in parts for name, why in part.not_possible.items())
+    return "".join(dict.fromkeys(found))
 
 
 def markers(name: str) -> tuple[str, str]:

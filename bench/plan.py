@@ -7,16 +7,15 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from bench.benchmark import Bar, Benchmark, Options, judged
+from bench.benchmark import Bar, Benchmark, Options
 from bench.layouts import Sent, flat_random, fsdp, fsdp_layout, three_d
-from bench.markdown import table
-from bench.runner import in_a_process, in_turns, timed
-from bench.schema import Part, Result, Sample, Scenario, measured
+from bench.markdown import about, ours, table
+from bench.runner import in_ranks, in_turns, timed
+from bench.schema import OURS, Part, Result
 from holdfast.format.container import Files
 from holdfast.format.manifest import decode
 from holdfast.format.records import Place
@@ -49,31 +48,18 @@ CASES = {
 }
 #: Memory of the coordinator, a rank's load plan into a changed layout, and the check of 1,024 tensors x 1,024 shards.
 MEMORY_BAR_GIB, LOAD_PLAN_BAR_S, VALIDATION_BAR_S = 2.0, 0.5, 1.0
-VALIDATION, OURS = "validation", "holdfast"
+VALIDATION = "validation"
 
 
-def measure_case(case: str, world: int, options: Options) -> Part:
-    """Planning of a simulated world, in a process of its own, so that its peak memory is this world's."""
-    rounds = options.rounds or ROUNDS
-    facts, samples = in_a_process(plan_world, case, world, rounds)
-    scenario = Scenario(name=f"{case} x {world}", title=case, world=world, rounds=rounds, facts=facts)
-    return measured(scenario, samples, options.folder)
-
-
-def manifest_of(sent: Sent) -> bytes:
-    """What the coordinator writes for what all ranks sent."""
-    return encode_plan(plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
-
-
-def plan_world(case: str, world: int, rounds: int) -> tuple[dict[str, int], tuple[Sample, ...]]:
-    """Plan from what all ranks sent to a manifest, and from that to one rank's reads."""
-    sent, every = CASES[case].simulate(world), range(1, rounds + 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    planned = in_turns(every, {OURS: lambda: timed(lambda: manifest_of(sent), "plan_s")})
-    extra = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+def plan_world(case: str, world: int, options: Options) -> Part:
+    """Plan from what all ranks sent to a manifest, and from that to one rank's reads. The peak of memory is of a world,
+    so each needs a process of its own."""
+    sent, before = CASES[case].simulate(world), _peak_nbytes()
     manifest = manifest_of(sent)
+    facts = {"manifest_nbytes": len(manifest), "extra_memory_nbytes": _peak_nbytes() - before}
 
-    def load_plan() -> dict[str, float]:
+    def plan() -> dict[str, float]:
+        planned = timed(lambda: manifest_of(sent), "plan_s")
         start_s = time.perf_counter()
         files = Files(decode(manifest, path="manifest"))
         decode_s = time.perf_counter() - start_s
@@ -82,10 +68,19 @@ def plan_world(case: str, world: int, rounds: int) -> tuple[dict[str, int], tupl
         def reads() -> None:
             assert sum(len(reads) for reads in plan_load(files, wants)) >= len(wants)
 
-        return {"decode_s": decode_s} | timed(reads, "load_plan_s")
+        return planned | {"decode_s": decode_s} | timed(reads, "load_plan_s")
 
-    facts = {"manifest_nbytes": len(manifest), "extra_memory_nbytes": extra}
-    return facts, planned + in_turns(every, {OURS: load_plan})
+    scenario = options.scenario(f"{case} x {world}", title=case, world=world, rounds=ROUNDS, facts=facts)
+    return in_turns(scenario, {OURS: plan}, options)
+
+
+def _peak_nbytes() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def manifest_of(sent: Sent) -> bytes:
+    """What the coordinator writes for what all ranks sent."""
+    return encode_plan(plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
@@ -110,45 +105,30 @@ def measure_validation(options: Options) -> Part:
     def check() -> None:
         assert coverage_fault([(extent,)] * num_tensors, tensors, starts, sizes) is None
 
-    rounds = options.rounds or ROUNDS
-    samples = in_turns(range(1, rounds + 1), {OURS: lambda: timed(check)})
-    return measured(Scenario(name=VALIDATION, rounds=rounds), samples, options.folder)
+    return in_turns(options.scenario(VALIDATION, rounds=ROUNDS), {OURS: lambda: timed(check)}, options)
 
 
-def render_plan(result: Result) -> str:
-    validation = result.part(VALIDATION)
-    machine = validation.environment
-    titles = (f"{WORLDS[-1]:,} ranks", "coordinator, s", "manifest, MiB", "extra memory, MiB", "a rank's load plan, s")
-    rows = (
-        (
-            part.scenario.title,
-            f"{_median(part, 'plan_s'):.2f}",
-            f"{_mib(part, 'manifest_nbytes'):.2f}",
-            f"{_mib(part, 'extra_memory_nbytes'):.0f}",
-            f"{_median(part, 'decode_s', 'load_plan_s'):.2f}",
-        )
-        for part in result.parts
-        if part.scenario.world == WORLDS[-1]
+def tables(result: Result) -> Iterator[str]:
+    yield table(
+        f"{WORLDS[-1]:,} ranks",
+        {part.scenario.title: part for part in result.parts if part.scenario.world == WORLDS[-1]},
+        ("coordinator, s", ours("plan_s")),
+        ("manifest, MiB", lambda part: f"{_mib(part, 'manifest_nbytes'):.2f}"),
+        ("extra memory, MiB", lambda part: f"{_mib(part, 'extra_memory_nbytes'):.0f}"),
+        ("a rank's load plan, s", ours("decode_s", "load_plan_s")),
     )
-    how = (
-        f"Medians of {validation.scenario.rounds}. The load plan (with manifest decoding) is for one rank of FSDP over "
-        f"{NEW_WORLD:,} ranks. 1,024 tensors of 1,024 irregular shards are checked for exact coverage in "
-        f"{_median(validation, 'seconds'):.2f} s. {machine.cpu}, {machine.num_cpus} CPUs, Python {machine.python}, "
-        f"revision {machine.revision[:12]}."
-    )
-    return f"{table(titles, *rows)}\n\n{how}"
+    yield about(result.part(VALIDATION))
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    for part in result.parts:
-        if part.scenario.world == WORLDS[-1]:
-            case, title = CASES[part.scenario.title], part.scenario.title
-            yield judged(f"{title} coordinator", _median(part, "plan_s"), case.coordinator_s, " s")
-            yield judged(f"{title} manifest", _mib(part, "manifest_nbytes"), case.manifest_mib, " MiB")
-            yield judged(f"{title} memory", _mib(part, "extra_memory_nbytes") / 1024, MEMORY_BAR_GIB, " GiB")
-            yield judged(f"{title} load plan", _median(part, "load_plan_s"), LOAD_PLAN_BAR_S, " s")
-    if validation := result.find(VALIDATION):
-        yield judged("validation", _median(validation, "seconds"), VALIDATION_BAR_S, " s")
+def bars(part: Part) -> Iterator[Bar]:
+    title = part.scenario.title
+    if part.scenario.name == VALIDATION:
+        yield Bar(VALIDATION, part.median(OURS), VALIDATION_BAR_S, " s")
+    elif part.scenario.world == WORLDS[-1]:
+        yield Bar(f"{title} coordinator", part.median(OURS, "plan_s"), CASES[title].coordinator_s, " s")
+        yield Bar(f"{title} manifest", _mib(part, "manifest_nbytes"), CASES[title].manifest_mib, " MiB")
+        yield Bar(f"{title} memory", _mib(part, "extra_memory_nbytes") / 1024, MEMORY_BAR_GIB, " GiB")
+        yield Bar(f"{title} load plan", part.median(OURS, "load_plan_s"), LOAD_PLAN_BAR_S, " s")
 
 
 def draw_planning(result: Result, path: Path) -> None:
@@ -159,8 +139,8 @@ def draw_planning(result: Result, path: Path) -> None:
     for case in CASES:
         parts = [part for part in result.parts if part.scenario.title == case]
         worlds = [part.scenario.world for part in parts]
-        left.plot(worlds, [_median(part, "plan_s") for part in parts], marker="o", label=f"{case}: plan")
-        load_plans = [_median(part, "load_plan_s") for part in parts]
+        left.plot(worlds, [part.median(OURS, "plan_s") for part in parts], marker="o", label=f"{case}: plan")
+        load_plans = [part.median(OURS, "load_plan_s") for part in parts]
         left.plot(worlds, load_plans, marker=".", ls=":", label=f"{case}: a rank's load plan")
         right.plot(worlds, [_mib(part, "manifest_nbytes") for part in parts], marker="o", label=case)
     for axes, label in ((left, "seconds"), (right, "manifest, MiB")):
@@ -174,18 +154,14 @@ def draw_planning(result: Result, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _median(part: Part, *keys: str) -> float:
-    return sum(median(part.series(OURS, key)) for key in keys)
-
-
 def _mib(part: Part, fact: str) -> float:
     nbytes: int = part.scenario.facts[fact]
     return nbytes / 2**20
 
 
 PARTS = {
-    f"{name} x {world}": partial(measure_case, name, world)
+    f"{name} x {world}": partial(in_ranks, 1, plan_world, name, world)
     for name, case in CASES.items()
     for world in (max(each, case.smallest) for each in WORLDS)
 }
-PLAN = Benchmark("plan", {**PARTS, VALIDATION: measure_validation}, render_plan, bars)
+PLAN = Benchmark("plan", {**PARTS, VALIDATION: measure_validation}, tables, bars)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 
 import holdfast
-from bench.benchmark import Bar, Benchmark, Options, judged
-from bench.costs import scratch
-from bench.markdown import table, whereabouts
-from bench.runner import TORCH_THREADS, in_turns
-from bench.schema import Part, Result, Scenario, measured
+from bench.benchmark import Bar, Benchmark, Options
+from bench.markdown import about, ours, table
+from bench.runner import TORCH_THREADS, grown_run, in_turns
+from bench.schema import OURS, Part, Result
 
 NUM_DELETED = 1_000
 BAR_MS = 5.0
-OURS, PART = "holdfast", "deletion"
+PART = "deletion"
 QUIET, BUSY = "quiet", "busy"
 #: Products of matrices in a step, so that it takes some milliseconds.
 _NUM_PRODUCTS, _WIDTH = 40, 192
@@ -32,25 +30,20 @@ _SCHEDULE = Path("/proc/thread-self/schedstat")
 def measure_prune(options: Options) -> Part:
     """A loop while ``keep=KeepLast(1)`` deletes a whole history, and as many steps without deletions."""
     torch.set_num_threads(TORCH_THREADS)
-    rounds, num_deleted = options.rounds or 1, options.number(NUM_DELETED, least=3)
-    state: dict[str, object] = {"w": torch.zeros(1024)}
-    with scratch(options.memory) as memory, scratch(options.folder) as folder:
-        for step in range(1, num_deleted + 1):
-            holdfast.save(memory / "run", state, step)  # where no save waits for a disk
+    num_deleted, state = options.number(NUM_DELETED, least=3), {"w": torch.zeros(1024)}
+    with grown_run(state, num_deleted, options) as grown:
 
         def use() -> dict[str, float]:
-            root = shutil.copytree(memory / "run", folder / "run")
-            os.sync()  # else the first fsync has to wait for all that was written
+            root = grown()
             found = loops(root, state, num_deleted)
             shutil.rmtree(root)
             return found
 
-        samples = in_turns(range(1, rounds + 1), {OURS: use})
-    scenario = Scenario(name=PART, rounds=rounds, facts={"num_deleted": num_deleted})
-    return measured(scenario, samples, options.folder)
+        scenario = options.scenario(PART, rounds=1, facts={"num_deleted": num_deleted})
+        return in_turns(scenario, {OURS: use}, options)
 
 
-def loops(root: Path, state: dict[str, object], num_deleted: int) -> dict[str, float]:
+def loops(root: Path, state: dict[str, torch.Tensor], num_deleted: int) -> dict[str, float]:
     """The longest steps, and those that one step in a thousand exceeds, without and with deletions."""
     with holdfast.Checkpointer(root, state, memory=None, keep=holdfast.KeepLast(1)) as checkpointer:
         checkpointer.restore()
@@ -87,33 +80,31 @@ def _queued_s() -> float:
     return int(_SCHEDULE.read_text().split()[1]) / 1e9
 
 
-def _ms(part: Part, key: str) -> float:
-    return 1e3 * median(part.series(OURS, key))
-
-
 def _delay_ms(part: Part) -> float:
     """By how much the longest step is longer while checkpoints are deleted: the median of the rounds."""
     pairs = zip(part.series(OURS, "busy_max_s"), part.series(OURS, "quiet_max_s"), strict=True)
     return 1e3 * median(busy - quiet for busy, quiet in pairs)
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    for part in result.parts:
-        what = f"the longest step is longer while {part.scenario.facts['num_deleted']:,} checkpoints are deleted, by"
-        yield judged(what, _delay_ms(part), BAR_MS, " ms")
+def bars(part: Part) -> Iterator[Bar]:
+    what = f"the longest step is longer while {part.scenario.facts['num_deleted']:,} checkpoints are deleted, by"
+    yield Bar(what, _delay_ms(part), BAR_MS, " ms")
 
 
-def render_prune(result: Result) -> str:
-    part = result.parts[-1]
-    names = {QUIET: "nothing", BUSY: f"{part.scenario.facts['num_deleted']:,} checkpoints"}
-    keys = ("{}_s", "{}_rare_s", "{}_max_s")
-    rows = ((label, *(f"{_ms(part, key.format(name)):.2f}" for key in keys)) for name, label in names.items())
-    titles = ("deleted meanwhile", "step, ms: median", "one in a thousand exceeds", "longest")
-    how = (
-        f"Without the time for which other programs had the processors. The deletion took "
-        f"{median(part.series(OURS, 'deleting_s')):.0f} s. One process. "
+def tables(result: Result) -> Iterator[str]:
+    (part,) = result.parts
+
+    def ms(key: str) -> Callable[[str], str]:
+        return lambda name: ours(f"{name}_{key}", scale=1e3)(part)
+
+    yield table(
+        "deleted meanwhile",
+        {"nothing": QUIET, f"{part.scenario.facts['num_deleted']:,} checkpoints": BUSY},
+        ("step, ms: median", ms("s")),
+        ("one in a thousand exceeds", ms("rare_s")),
+        ("longest", ms("max_s")),
     )
-    return "\n\n".join([table(titles, *rows), how + whereabouts("prune", part)])
+    yield f"{about(part)} The deletion took {part.median(OURS, 'deleting_s'):.0f} s."
 
 
-PRUNE = Benchmark("prune", {PART: measure_prune}, render_prune, bars)
+PRUNE = Benchmark("prune", {PART: measure_prune}, tables, bars)

@@ -1,8 +1,8 @@
 """The raw limit: the fastest plain loop that moves the same bytes between memory and the same device.
 
 No names, no layout, no digests: each rank writes one file of its bytes with `pwritev` and reads it back with
-`preadv`, in aligned requests from a few threads, past the page cache where the filesystem takes O_DIRECT. It does so
-in several ways, and the fastest is the limit: which one that is depends on the machine.
+`preadv`, in aligned requests from a few threads, past the page cache. It does so in several ways, and the fastest is
+the limit: which one that is depends on the machine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RawImage:
 
     def write(self, path: Path, way: RawWay) -> None:
         """Write the image to `path`, durably."""
-        with _opened(path, os.O_CREAT | os.O_RDWR) as fd:
+        with open_direct(path, os.O_CREAT | os.O_RDWR) as fd:
             # Reserved space lets several threads write at once: extending writes are serialised by the kernel.
             os.posix_fallocate(fd, 0, len(self.view))
             self._move(fd, way, is_write=True)
@@ -68,7 +68,7 @@ class RawImage:
             os.fdatasync(fd)
 
     def read(self, path: Path, way: RawWay) -> None:
-        with _opened(path, os.O_RDONLY) as fd:
+        with open_direct(path, os.O_RDONLY) as fd:
             self._move(fd, way, is_write=False)
 
     def _move(self, fd: int, way: RawWay, *, is_write: bool) -> None:
@@ -96,13 +96,8 @@ class RawImage:
 
 
 @contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o644)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.open(path, flags, 0o644)  # this filesystem refuses O_DIRECT
+def open_direct(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_DIRECT, 0o644)
     try:
         yield fd
     finally:

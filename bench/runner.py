@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -23,48 +23,47 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+import holdfast
 from bench.benchmark import Options
-from bench.contenders import SAVING, Registry
+from bench.contenders import HoldfastBackground, Registry, why_absent
 from bench.costs import cpu_s, keepers, node_memory, read_nbytes, scratch, settle, tree
 from bench.raw import RAW_WAYS
-from bench.schema import RAW, WARM_UP, BenchError, Part, Sample, Scenario, StateSize, measured, rotated
+from bench.schema import RAW, WARM_UP, BenchError, Contender, Part, Sample, Scenario, StateSize, environment, rotated
 from bench.state import Recipe
-from bench.ways import HoldfastBackground, Site, Way
+from bench.ways import Site, Way
 
 #: What torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
 HOST = "127.0.0.1"
 #: How often messages are looked for.
 _LOOK_S = 0.1
-#: States are somewhat larger than asked for.
-_HEADROOM = 1.15
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Span(NamedTuple):
-    """When something began and ended on one rank, by the machine-wide monotonic clock."""
-
-    start_s: float
-    end_s: float
+#: What one rank found.
+Found: TypeAlias = dict[str, float]
 
 
-#: What one rank found: spans become seconds from the first rank's start to the last rank's end; of several tries, those
-#: of the best one.
-Found = Mapping[str, float | Span | list[Span]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """`turns` that the ranks of a scenario take, of `contenders`, with what `recipe` makes. There are at most `copies`
-    of the state on the device at once."""
+class Job(NamedTuple):
+    """`turns` that the ranks of a scenario take with what `recipe` makes, of all contenders of `registry` but those
+    that are `impossible`, for a reason."""
 
     scenario: Scenario
     turns: type[Turns]
     recipe: Recipe
-    contenders: tuple[str, ...]
-    copies: int
+    registry: Registry
+    impossible: Mapping[str, str] = {}
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Why some contenders cannot take part."""
+        reasons = {name: self.impossible.get(name) or why_absent(kind.package) for name, kind in self.registry.items()}
+        return {name: reason for name, reason in reasons.items() if reason}
+
+    @property
+    def able(self) -> list[str]:
+        return [name for name in self.registry if name not in self.absent]
 
 
 class Turns:
@@ -72,7 +71,6 @@ class Turns:
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
-    registry: ClassVar[Registry] = SAVING
     #: The ranks of each round are new ones, which are killed at its end.
     mortal = False
 
@@ -83,10 +81,11 @@ class Turns:
         self.leads = dist.get_rank() == 0
         self.ways: dict[str, Way] = {}
 
-    def entrants(self, number: int) -> tuple[str, ...]:
-        """Who takes a turn in round `number`: the raw limit in each of its ways, then the others."""
-        raw = [f"{RAW} {way}" for way in RAW_WAYS if RAW in self.job.contenders]
-        return (*raw, *(name for name in self.job.contenders if name != RAW))
+    @property
+    def entrants(self) -> list[str]:
+        """Who takes a turn in each round: the raw limit in each of its ways, then the others."""
+        able = self.job.able
+        return [*(f"{RAW} {way}" for way in RAW_WAYS if RAW in able), *(name for name in able if name != RAW)]
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
         """Take a turn of `name`; yields (measure, found) for each sample of it."""
@@ -94,7 +93,7 @@ class Turns:
 
     def way(self, name: str) -> Way:
         if name not in self.ways:
-            self.ways[name] = self.registry[RAW if name.startswith(RAW) else name](self.site, name)
+            self.ways[name] = self.job.registry[RAW if name.startswith(RAW) else name](self.site, name)
         return self.ways[name]
 
     def cold(self, folder: Path) -> Path:
@@ -111,16 +110,16 @@ class Turns:
         if self.leads:
             self.way(name).discard(folder)
 
-    def observed(self, name: str, work: Callable[[], object]) -> dict[str, Any]:
+    def observed(self, name: str, work: Callable[[], object]) -> Found:
         """What `work` of entrant `name` takes. All ranks are here before and after, so that what others still do for it
         counts, and what they do next does not."""
         used_s, read = self._cpu_s(name), read_nbytes()
         start_s = time.monotonic()
         work()
-        span = Span(start_s, time.monotonic())
+        seconds = time.monotonic() - start_s
         device_nbytes, asked_nbytes = (now - before for now, before in zip(read_nbytes(), read, strict=True))
         used_s = self._cpu_s(name) - used_s
-        return {"seconds": span, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
+        return {"seconds": seconds, "cpu_s": used_s, "device_nbytes": device_nbytes, "asked_nbytes": asked_nbytes}
 
     def _cpu_s(self, name: str) -> float:
         """CPU seconds so far of this rank and all that it started, and on rank 0 of holdfast's keeper."""
@@ -132,15 +131,23 @@ class Turns:
         return used_s
 
 
-def measure(options: Options, *jobs: Job, absent: Mapping[str, str] | None = None) -> Part:
-    """Run `jobs` in one folder; the last one makes the part. BenchError where there is no room for it. `absent` are
-    contenders that cannot take part, and why."""
-    job, absent = jobs[-1], absent or {}
-    scenario, size, samples = job.scenario, StateSize(), list[Sample]()
-    needed, free = job.copies * _HEADROOM * job.recipe.min_nbytes, shutil.disk_usage(options.folder).free
-    if free < needed:
-        have = f"{needed / 1e9:.1f} GB in {options.folder} are needed, {free / 1e9:.1f} GB are free."
-        raise BenchError(f"{have} Ask for a smaller state, or for another folder.")
+def measured(scenario: Scenario, samples: Sequence[Sample], options: Options, **about: Any) -> Part:
+    """A part that was measured here and now."""
+    date, here = datetime.now(UTC).isoformat(timespec="seconds"), environment(options.folder)
+    return Part(scenario=scenario, date=date, environment=here, samples=tuple(samples), **about)
+
+
+def measure(options: Options, *jobs: Job) -> Part:
+    """Run `jobs` in one folder, of the contenders that were asked for; the last one makes the part."""
+    wanted = options.contenders
+    jobs = tuple(
+        job._replace(
+            registry={name: kind for name, kind in job.registry.items() if not wanted or name in (RAW, *wanted)}
+        )
+        for job in jobs
+    )
+    job, size, samples = jobs[-1], StateSize(), list[Sample]()
+    scenario = job.scenario
     with (
         scratch(options.folder) as folder,
         node_memory(options.memory) as node_dir,
@@ -153,33 +160,34 @@ def measure(options: Options, *jobs: Job, absent: Mapping[str, str] | None = Non
             samples.append(message)
             turn = f"round {message.round} of {scenario.rounds}: {message.measure} {message.contender}"
             status.update(f"{scenario.name}, {turn} {max(message.values['seconds']):.2f} s")
-    kinds = [kind for name, kind in job.turns.registry.items() if name in job.contenders or name in absent]
+    packages = [package for name in job.able if (package := job.registry[name].package)]
     return measured(
         msgspec.structs.replace(scenario, state=size),
         samples,
-        options.folder,
-        contenders=tuple(kind.about() for kind in kinds),
-        not_possible=absent,
-        raw_ways=tuple(way for way in RAW_WAYS if f"{RAW} {way}" in {sample.contender for sample in samples}),
-        packages={kind.package: version(kind.package) for kind in kinds if kind.package and kind.name not in absent},
+        options,
+        contenders=tuple(kind.about() for kind in job.registry.values()),
+        not_possible=job.absent,
+        packages={package: version(package) for package in packages},
     )
 
 
 def run(job: Job, site: Site) -> Iterator[StateSize | Sample]:
     """Run `job`: yields the size of its state and every sample, the warm-up's too, as they come. BenchError when a rank
     raises or dies; no process outlives the call."""
-    rounds, world = range(WARM_UP, job.scenario.rounds + 1), job.scenario.world
+    rounds = range(WARM_UP, job.scenario.rounds + 1)
     for life in [range(number, number + 1) for number in rounds] if job.turns.mortal else [rounds]:
-        # Here, where the kernel can choose the port before any rank starts.
-        store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
-        yield from messages(run_rank, job, site, store.port, life, world=world)
+        yield from messages(run_rank, job, site, life, world=job.scenario.world)
 
 
 def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterator[Any]:
-    """What processes send that run `target` with their rank, `arguments`, and a queue to send by, until all have ended
-    or sent None, which is not yielded; then they are killed. BenchError when one raises or dies before."""
+    """What the ranks of a new group send that run `target` with `arguments` and a queue to send by, until all have
+    ended or sent None, which is not yielded; then they are killed. BenchError when one raises or dies before."""
     queue = multiprocessing.get_context("spawn").SimpleQueue()
-    ranks = start_processes(target, (*arguments, queue), world, join=False)  # type: ignore[no-untyped-call]
+    # Here, where the kernel can choose the port before any rank starts.
+    store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
+    ranks = start_processes(  # type: ignore[no-untyped-call]
+        as_rank, (world, store.port, target, *arguments, queue), world, join=False
+    )
     num_done, ended = 0, False
     try:
         while num_done < world and not ended:
@@ -197,46 +205,37 @@ def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterat
             process.join()
 
 
-def run_rank(rank: int, job: Job, site: Site, store_port: int, rounds: range, queue: Any) -> None:
-    """Do `rounds` of `job` as `rank`, as under torchrun on one node. Rank 0 sends the state's size and every sample."""
-    world = job.scenario.world
+def as_rank(rank: int, world: int, store_port: int, target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target` as `rank`, as under torchrun on one node."""
     about = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     # Processes that ranks start make groups of their own.
     os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=HOST)
     torch.set_num_threads(TORCH_THREADS)
     store = dist.TCPStore(HOST, store_port, world, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    target(*arguments)
+    dist.destroy_process_group()
+
+
+def run_rank(job: Job, site: Site, rounds: range, queue: Any) -> None:
+    """Do `rounds` of `job`. Rank 0 sends the state's size and every sample."""
     turns = job.turns(job, site)
-    if rank == 0:
+    if turns.leads:
         queue.put(site.state.size())
     for number in rounds:
         for measure in turns.measures:
-            for turn, name in enumerate(rotated(turns.entrants(number), number)):
+            for turn, name in enumerate(rotated(turns.entrants, number)):
                 for what, found in turns.take(name, number, measure):
-                    every: list[Found] | None = [found] * world if rank == 0 else None
-                    dist.gather_object(found, every)
-                    if every is not None:
-                        queue.put(Sample(name, number, together(every), what, turn))
+                    every = [found] * job.scenario.world
+                    dist.gather_object(found, every if turns.leads else None)
+                    if turns.leads:
+                        values = {key: tuple(each[key] for each in every) for key in found}
+                        queue.put(Sample(name, number, values, what, turn))
     if turns.mortal:
         queue.put(None)
         signal.pause()
     for way in turns.ways.values():
         way.close()
-    dist.destroy_process_group()
-
-
-def together(found: Sequence[Found]) -> dict[str, tuple[float, ...]]:
-    """The values of a sample, of what each rank found."""
-    values: dict[str, tuple[float, ...]] = {}
-    for key in found[0]:
-        every = [each[key] for each in found]
-        if isinstance(every[0], float | int):
-            values[key] = tuple(every)  # type: ignore[arg-type]  # so are the others
-        else:
-            tries = zip(*(each if isinstance(each, list) else [each] for each in every), strict=True)
-            seconds = (max(span.end_s for span in spans) - min(span.start_s for span in spans) for spans in tries)
-            values[key] = (min(seconds),)
-    return values
 
 
 def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name: str) -> None:
@@ -248,19 +247,42 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
         )
 
 
-def in_a_process(call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`call` in a new process, in which nothing is warm, and whose peak of memory is its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(call, *args, **kwargs).result()
+def in_ranks(world: int, call: Callable[..., R], *arguments: Any) -> R:
+    """What `call` returns on rank 0 of so many new processes, in which nothing is warm."""
+    found: R
+    (found,) = messages(send_result, call, arguments, world=world)
+    return found
 
 
-def in_turns(rounds: range, takes: Mapping[str, Callable[[], Mapping[str, float]]]) -> tuple[Sample, ...]:
-    """A sample of each of `takes` in each of `rounds`, which begins with another one each time."""
-    return tuple(
+def send_result(call: Callable[..., object], arguments: tuple[object, ...], queue: Any) -> None:
+    found = call(*arguments)
+    if dist.get_rank() == 0:
+        queue.put(found)
+
+
+def in_turns(scenario: Scenario, takes: Mapping[str, Callable[[], Mapping[str, float]]], options: Options) -> Part:
+    """A part with a sample of each of `takes` in each round, which begins with another one each time."""
+    samples = [
         Sample(name, number, {key: (value,) for key, value in takes[name]().items()}, turn=turn)
-        for number in rounds
+        for number in range(WARM_UP, scenario.rounds + 1)
         for turn, name in enumerate(rotated(tuple(takes), number))
-    )
+    ]
+    return measured(scenario, samples, options, contenders=tuple(map(Contender, takes)))
+
+
+@contextmanager
+def grown_run(state: Mapping[str, Any], length: int, options: Options) -> Iterator[Callable[[], Path]]:
+    """What to call for a copy, on the device, of a run that has so many checkpoints of `state`."""
+    with scratch(options.memory) as memory, scratch(options.folder) as folder:
+        for step in range(1, length + 1):
+            holdfast.save(memory / "run", state, step)  # where no save waits for a disk
+
+        def copy() -> Path:
+            root = shutil.copytree(memory / "run", folder / "run")
+            os.sync()  # else the first fsync has to wait for all that was written
+            return root
+
+        yield copy
 
 
 def timed(call: Callable[[], object], key: str = "seconds") -> dict[str, float]:

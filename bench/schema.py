@@ -11,7 +11,6 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -20,12 +19,12 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from bench.costs import how_dropped
-
 T = TypeVar("T")
 
 #: The contender that every other one is compared with. It takes its turn in several ways; the fastest counts.
 RAW = "raw"
+#: The contender that the bars are for.
+OURS = "holdfast"
 #: Rounds are counted from 1; this one pays for imports and first calls. It is watched for its memory, and not timed.
 WARM_UP = 0
 
@@ -59,11 +58,10 @@ class StateSize(msgspec.Struct, frozen=True):
 
     nbytes: int = 0
     num_tensors: int = 0
-    num_values: int = 0
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: `facts` are what is particular to one benchmark."""
+    """What is measured: `facts` are what is particular to one benchmark. Bars hold only for what `is_full`."""
 
     name: str
     title: str = ""
@@ -71,22 +69,20 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     state: StateSize = StateSize()
     facts: Mapping[str, Any] = {}
+    is_full: bool = True
 
 
 class Contender(msgspec.Struct, frozen=True):
     """Who takes part, and what its figures include."""
 
     name: str
-    description: str = ""
     durable: str = "no"
-    verified: str = "no"
-    io: str = "buffered"
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
 
-    ``seconds`` runs from the first rank's start to the last rank's end. ``cpu_s`` is user and system time of a rank and
+    ``seconds`` are those of a rank, which all begin at once. ``cpu_s`` is user and system time of a rank and
     all that it started, ``peak_extra_nbytes`` the most memory that they had beyond that at the start. ``device_nbytes``
     came from the device (mapped files too), ``asked_nbytes`` were returned by read calls, from wherever.
     """
@@ -99,7 +95,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """One scenario, measured. `contenders` are all that were asked for; `not_possible` says why some did not run."""
+    """One scenario, measured. `contenders` are all that were asked for; `not_possible` says why some did not run.
+
+    Where no `measure` is named, the samples of all of them count.
+    """
 
     scenario: Scenario
     date: str
@@ -107,51 +106,52 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     samples: tuple[Sample, ...]
     contenders: tuple[Contender, ...] = ()
     not_possible: Mapping[str, str] = {}
-    caches: str = ""
-    raw_ways: tuple[str, ...] = ()
     packages: Mapping[str, str] = {}
 
     @property
     def able(self) -> tuple[Contender, ...]:
         return tuple(each for each in self.contenders if each.name not in self.not_possible)
 
-    def taken(self, contender: str, measure: str = "") -> list[Sample]:
+    def taken(self, contender: str, measure: str | None = None) -> list[Sample]:
         """The samples of `contender` by round, the warm-up's too; of the raw limit, those of its fastest way."""
-        name = f"{RAW} {self.raw_way(measure)}" if contender == RAW and self.raw_ways else contender
-        found = [sample for sample in self.samples if (sample.contender, sample.measure) == (name, measure)]
+        name = self.raw_way(measure) if contender == RAW else contender
+        found = (sample for sample in self.samples if sample.contender == name and measure in (None, sample.measure))
         return sorted(found, key=lambda sample: sample.round)
 
     def series(
-        self, contender: str, key: str = "seconds", *, measure: str = "", of: Callable[[Iterable[float]], float] = max
+        self,
+        contender: str,
+        key: str = "seconds",
+        *,
+        measure: str | None = None,
+        of: Callable[[Iterable[float]], float] = max,
     ) -> list[float]:
         """One value of each timed round that has one; `of` makes it of those of several ranks."""
         timed = (sample for sample in self.taken(contender, measure) if sample.round != WARM_UP)
         return [of(sample.values[key]) for sample in timed if key in sample.values]
 
-    def shares(self, contender: str, key: str = "seconds", *, measure: str = "") -> list[float]:
+    def median(self, contender: str, key: str = "seconds", *, measure: str | None = None) -> float:
+        """The median of the highest value of each round."""
+        return median(self.series(contender, key, measure=measure))
+
+    def shares(self, contender: str, key: str = "seconds", *, measure: str | None = None) -> list[float]:
         """Raw seconds / seconds, paired by round; nothing where one of them has no such value."""
         raw, series = self.series(RAW, measure=measure), self.series(contender, key, measure=measure)
         return paired_ratios(raw, series) if raw and series else []
 
-    def cpu_s_per_gb(self, contender: str, *, measure: str = "") -> float:
-        """Median CPU seconds of all ranks for 10^9 bytes of the state."""
-        return 1e9 * self.per_byte(contender, "cpu_s", measure=measure)
-
-    def per_byte(self, contender: str, key: str, *, measure: str = "") -> float:
+    def per_byte(self, contender: str, key: str, *, measure: str | None = None) -> float:
         """Median sum over all ranks for each byte of the state; a byte that every rank holds counts once."""
         return median(self.series(contender, key, measure=measure, of=sum)) / self.scenario.state.nbytes
 
-    def peak_nbytes(self, contender: str, *measures: str) -> float:
+    def peak_nbytes(self, contender: str, measure: str | None = None) -> float:
         """The most memory of any rank in the samples that watched it."""
-        found = [sample for measure in measures for sample in self.taken(contender, measure)]
+        found = self.taken(contender, measure)
         return max((peak for sample in found for peak in sample.values.get("peak_extra_nbytes", ())), default=0)
 
-    def raw_way(self, measure: str = "") -> str:
-        """The way of the raw limit that was fastest by the median over all rounds."""
-        return min(self.raw_ways, key=lambda way: median(self.series(f"{RAW} {way}", measure=measure) or [math.inf]))
-
-    def raw_in_words(self) -> str:
-        return f"{'; '.join(self.raw_ways)} (threads of a rank x size of a request)"
+    def raw_way(self, measure: str | None = None) -> str:
+        """The way of the raw limit that was fastest by the median over all rounds, if it took turns in several."""
+        ways = dict.fromkeys(each.contender for each in self.samples if each.contender.startswith(f"{RAW} "))
+        return min(ways, key=lambda way: median(self.series(way, measure=measure) or [math.inf]), default=RAW)
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -160,13 +160,11 @@ class Result(msgspec.Struct, frozen=True):
     name: str
     parts: tuple[Part, ...]
 
-    def find(self, name: str) -> Part | None:
-        return next((part for part in self.parts if part.scenario.name == name), None)
-
     def part(self, name: str) -> Part:
-        if (found := self.find(name)) is None:
-            raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
-        return found
+        for part in self.parts:
+            if part.scenario.name == name:
+                return part
+        raise BenchError(f"{self.name} has no part {name}. Run `python -m bench {self.name} --only {name}` first.")
 
 
 def environment(folder: Path) -> Environment:
@@ -179,7 +177,7 @@ def environment(folder: Path) -> Environment:
         torch=version("torch"),
         python=platform.python_version(),
         kernel=platform.release(),
-        filesystem=filesystem(folder),
+        filesystem=_output("df", "--output=fstype", folder).split()[-1],
         num_cpus=len(os.sched_getaffinity(0)),
         cpu=models[0] if models else platform.machine(),
         memory_nbytes=psutil.virtual_memory().total,
@@ -187,19 +185,9 @@ def environment(folder: Path) -> Environment:
     )
 
 
-def filesystem(folder: Path) -> str:
-    return _output("df", "--output=fstype", folder).split()[-1]
-
-
 def _output(*command: str | Path) -> str:
     """What a command says; nothing where it fails."""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def measured(scenario: Scenario, samples: Iterable[Sample], folder: Path, **about: Any) -> Part:
-    """A part that was measured in `folder`, here and now."""
-    date, here = datetime.now(UTC).isoformat(timespec="seconds"), environment(folder)
-    return Part(scenario=scenario, date=date, environment=here, samples=tuple(samples), caches=how_dropped(), **about)
 
 
 def write_result(result: Result, folder: Path) -> Path:

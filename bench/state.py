@@ -73,7 +73,7 @@ class State:
     def size(self) -> StateSize:
         """Size over all ranks; replicated tensors count once."""
         leaves = self.leaves().values()
-        return StateSize(sum(leaf.numel() * leaf.element_size() for leaf in leaves), len(leaves), len(self.values))
+        return StateSize(sum(leaf.numel() * leaf.element_size() for leaf in leaves), len(leaves))
 
     def clear(self) -> None:
         """Zero every tensor and value, so that a load that does nothing is seen."""
@@ -112,7 +112,6 @@ class ManySmall(NamedTuple):
     """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int
-    min_nbytes: int
 
     def build(self, world: int) -> State:
         rows, width = SMALL_LOCAL_SHAPE

@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import holdfast
-from bench.benchmark import Bar, Benchmark, Options, verdicts
+from bench.benchmark import Bar, Benchmark, Options
 from bench.contenders import why_absent
 from bench.costs import scratch, settle
 from bench.layouts import Sent
-from bench.markdown import reasons, table, text, whereabouts
+from bench.markdown import about, table, text
 from bench.plan import CASES, manifest_of
-from bench.runner import command, in_a_process, in_turns, timed
-from bench.schema import WARM_UP, BenchError, Contender, Part, Result, Scenario, StateSize, measured
+from bench.runner import command, in_ranks, in_turns, timed
+from bench.schema import OURS, BenchError, Part, Result, StateSize
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Seal
 
-#: What the bars hold for, and the bars.
-BAR_NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
-BAR_WORLD, BAR_SHOW_S = 8960, 1.0
+NUM_TENSORS, BAR_OPEN_S = 100_000, 0.5
+WORLD, BAR_SHOW_S = 8960, 1.0
 ROUNDS = 7
 #: The command alone: what Python and its imports take.
 NOTHING = "--help"
 OPENED, SHOWN = "opened", "shown"
-_LABELS = {"holdfast": "holdfast (verified)", NOTHING: "`holdfast --help`, for comparison"}
+_LABELS = {NOTHING: "`holdfast --help`, for comparison"}
 _SHAPE, _MODEL = (4, 4), "model.safetensors"
 #: Bounds memory.
 _FILES_AT_ONCE = 512
@@ -44,28 +41,21 @@ _FILES_AT_ONCE = 512
 
 def measure_opens(options: Options) -> Part:
     """Opening what each library saved to read one tensor of many, in a new process and from a cold cache."""
-    num_tensors, rounds = options.number(BAR_NUM_TENSORS, least=100), options.rounds or ROUNDS
-    absent = {name: reason for name in LIBRARIES if (reason := why_absent(name if name == "safetensors" else ""))}
-    takes = {}
+    num_tensors, takes = options.number(NUM_TENSORS, least=100), {}
     with scratch(options.folder) as root:
-        for name in LIBRARIES:
-            if name not in absent:
+        for name, library in LIBRARIES.items():
+            if not why_absent(library.package):
                 (root / name).mkdir()
-                in_a_process(save_many, name, root / name, num_tensors)
+                library.save(root / name, dict(map(named, range(num_tensors))))
                 takes[name] = partial(open_cold, name, root / name, num_tensors // 2)
-        samples = in_turns(range(1, rounds + 1), takes)
-    scenario = Scenario(name=OPENED, rounds=rounds, state=StateSize(num_tensors=num_tensors))
-    contenders = tuple(map(Contender, LIBRARIES))
-    return measured(scenario, samples, options.folder, contenders=contenders, not_possible=absent)
-
-
-def save_many(name: str, folder: Path, num_tensors: int) -> None:
-    LIBRARIES[name].save(folder, dict(map(named, range(num_tensors))))
+        return in_turns(
+            options.scenario(OPENED, rounds=ROUNDS, state=StateSize(num_tensors=num_tensors)), takes, options
+        )
 
 
 def open_cold(name: str, folder: Path, index: int) -> dict[str, float]:
     settle(folder)
-    return in_a_process(open_one, name, folder, index)
+    return in_ranks(1, open_one, name, folder, index)
 
 
 def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
@@ -80,15 +70,12 @@ def open_one(name: str, folder: Path, index: int) -> dict[str, float]:
 
 def measure_shows(options: Options) -> Part:
     """Whole commands, with warm caches: Python's own start from a cold disk would hide the rest."""
-    world, rounds = options.number(BAR_WORLD), options.rounds or ROUNDS
-    takes = {NOTHING: partial(command, NOTHING)}
+    world, takes = options.number(WORLD), {NOTHING: partial(command, NOTHING)}
     with scratch(options.folder) as root:
         for name, case in CASES.items():
             write_simulated(root / name, case.simulate(max(world, case.smallest)))
             takes[name] = partial(command, "show", root / name)
-        samples = in_turns(range(WARM_UP, rounds + 1), takes)
-    scenario = Scenario(name=SHOWN, world=world, rounds=rounds)
-    return measured(scenario, samples, options.folder, contenders=tuple(map(Contender, takes)))
+        return in_turns(options.scenario(SHOWN, world=world, rounds=ROUNDS), takes, options)
 
 
 def named(index: int) -> tuple[str, torch.Tensor]:
@@ -136,7 +123,7 @@ def write_simulated(folder: Path, sent: Sent) -> None:
         checkpoint_id=decoded.body.checkpoint_id,
         place=decoded.place,
         step=decoded.body.step,
-        manifest=FileSeal(fmt.NAME, len(manifest), xxhash.xxh3_128_hexdigest(manifest)),
+        manifest=FileSeal(fmt.NAME, len(manifest), records.digest(manifest)),
         files=tuple(_file_seals(Files(decoded))),
     )
     folder.mkdir()
@@ -152,37 +139,25 @@ def _file_seals(files: Files) -> Iterator[FileSeal]:
             yield FileSeal(fmt.file_name(index), nbytes, "0" * 32)
 
 
-def bars(result: Result) -> Iterator[Bar]:
-    def bar(what: str, series: Sequence[float], most_s: float) -> Bar:
-        return Bar(what, median(series), most_s, f"{what} {median(series):.2f} s")
-
-    opened, shown = result.find(OPENED), result.find(SHOWN)
-    if opened and opened.scenario.state.num_tensors == BAR_NUM_TENSORS:
-        yield bar("open and read one", opened.series("holdfast"), BAR_OPEN_S)
-    if shown and shown.scenario.world == BAR_WORLD:
-        for contender in shown.contenders:
+def bars(part: Part) -> Iterator[Bar]:
+    if part.scenario.name == OPENED:
+        yield Bar("open and read one", part.median(OURS), BAR_OPEN_S, " s")
+    else:
+        for contender in part.able:
             if contender.name != NOTHING:
-                yield bar(f"show {contender.name}", shown.series(contender.name), BAR_SHOW_S)
+                yield Bar(f"show {contender.name}", part.median(contender.name), BAR_SHOW_S, " s")
 
 
-def render_view(result: Result) -> str:
+def tables(result: Result) -> Iterator[str]:
     opened, shown = result.part(OPENED), result.part(SHOWN)
-    how = (
-        f"Medians of {opened.scenario.rounds} interleaved rounds (lowest to highest). Opening: in a new process that "
-        f"has imported the library, caches are cold ({opened.caches}), and the tensor is compared with what was saved; "
-        f"dcp loads a state dict of that one tensor, safetensors is one file.{reasons(opened)} `show`: whole commands, "
-        "warm caches."
-    )
     heads = {
         f"open a checkpoint of {opened.scenario.state.num_tensors:,} tensors, read one": opened,
         f"`holdfast show` of a manifest of {shown.scenario.world:,} ranks": shown,
     }
-    tables = [
-        table((head, "s"), *((_LABELS.get(each.name, each.name), text(part.series(each.name))) for each in part.able))
-        for head, part in heads.items()
-    ]
-    head = f"({BAR_SHOW_S:.2f} s and {BAR_OPEN_S:.2f} s)"
-    return "\n\n".join([*tables, *verdicts(bars(result), head), how, whereabouts(result.name, opened)])
+    for head, part in heads.items():
+        rows = {_LABELS.get(each.name, each.name): part.series(each.name) for each in part.able}
+        yield table(head, rows, ("s", text))
+    yield about(opened)
 
 
-VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, render_view, bars)
+VIEW = Benchmark("view", {OPENED: measure_opens, SHOWN: measure_shows}, tables, bars)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bench import engine, small
-from bench.contenders import BACKGROUND, LATER, OURS, OURS_SYNC, SAVING, THREAD, Registry
+from bench.contenders import BACKGROUND, LATER, LOADING, MANY, OURS_SYNC, THREAD, Registry
 from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES
 from bench.save_load import MEASURES
-from bench.schema import RAW, WARM_UP, Contender, Environment, Part, Result, Sample, Scenario, StateSize
+from bench.schema import OURS, RAW, WARM_UP, Contender, Environment, Part, Result, Sample, Scenario, StateSize
 from bench.view import NOTHING, OPENED, SHOWN
 
 NBYTES = 2_000_000_000
-SIZE = StateSize(NBYTES, 300, 3)
+SIZE = StateSize(NBYTES, 300)
 RAW_WAYS = ("slow", "fast", "other")
 DATE = "2030-01-02T03:04:05+00:00"
 MACHINE = Environment(
@@ -33,7 +33,7 @@ SECONDS = {
     "dcp": (4.0, 2.4, 2.2),
 }
 #: Of the engine: rounds, who saves, and durable after how many seconds; of holdfast half a second more is the copy.
-ROUNDS = 7
+ROUNDS, LARGE = 7, StateSize(NBYTES, 4_000)
 ENGINE_NAMES = (RAW, THREAD, OURS_SYNC, OURS)
 DURABLE_S = {**{f"{RAW} {way}": 1.0 for way in RAW_WAYS}, THREAD: 4.0, OURS_SYNC: 1.25, OURS: 1.5}
 
@@ -70,36 +70,34 @@ def part(
     state: StateSize = SIZE,
     facts: Mapping[str, object] | None = None,
     not_possible: Mapping[str, str] | None = None,
-    raw_ways: tuple[str, ...] = (),
+    is_full: bool = True,
 ) -> Part:
     return Part(
-        scenario=Scenario(name=name, title=title, world=world, rounds=rounds, state=state, facts=facts or {}),
+        scenario=Scenario(
+            name=name, title=title, world=world, rounds=rounds, state=state, facts=facts or {}, is_full=is_full
+        ),
         date=DATE,
         environment=MACHINE,
         samples=tuple(taken),
         contenders=tuple(contenders),
         not_possible=not_possible or {},
-        caches="dropped",
-        raw_ways=raw_ways,
         packages={"torchsnapshot": "0.1"},
     )
 
 
-def described(names: Sequence[str], known: Registry = SAVING) -> tuple[Contender, ...]:
+def described(names: Sequence[str], known: Registry = LOADING) -> tuple[Contender, ...]:
     return tuple(known[name].about() for name in names)
 
 
 def io_result(seconds: Mapping[str, tuple[float, ...]]) -> Result:
-    contenders = tuple(Contender(name, "loops", "fsync", io="") for name in (RAW, "dcp"))
-    return Result("io", (part("io", samples(seconds), contenders, raw_ways=RAW_WAYS),))
+    contenders = tuple(Contender(name, "fsync") for name in (RAW, "dcp"))
+    return Result("io", (part("io", samples(seconds), contenders),))
 
 
-def small_result(*, num_tensors: int = 10_000, save_s: float = 0.9, later_walk_s: float = 0.004) -> Result:
+def small_result(*, save_s: float = 0.9, later_walk_s: float = 0.004) -> Result:
     """A run over 8 ranks: dcp in one of three rounds, holdfast in all."""
     taken = samples({"dcp": (40.0,), "holdfast": (save_s, 0.8, 1.2), LATER: (0.7, 0.6, 0.5)})
-    state = StateSize(1, num_tensors)
-    names = described(small.NAMES)
-    saves = part(small.SAVES, taken, names, world=8, state=state, facts={"local_shape": [2, 16]})
+    saves = part(small.SAVES, taken, described(tuple(MANY), MANY), world=8, state=StateSize(1, 10_000))
     times = (0.006, later_walk_s, 0.003, 0.09)
     seconds = dict(
         zip((small.FIRST_WALK, small.LATER_WALK, small.STATE_DICTS, small.GET_STATE_DICT), times, strict=True)
@@ -121,10 +119,10 @@ def load_part(
     absent = {"torchsnapshot": "it is from 2023"}
     contenders = described(names)
     taken = samples(seconds, ("load",))
-    return part(name, taken, contenders, title=title, not_possible=absent, raw_ways=RAW_WAYS)
+    return part(name, taken, contenders, title=title, not_possible=absent)
 
 
-def view_result(*, num_tensors: int = 100_000, world: int = 8960) -> Result:
+def view_result() -> Result:
     """Three runs around each median; safetensors took no part."""
     parts = []
     for name, medians in (
@@ -132,10 +130,8 @@ def view_result(*, num_tensors: int = 100_000, world: int = 8960) -> Result:
         (SHOWN, {NOTHING: 0.1, "fsdp": 0.5, "random-flat-cuts": 1.5}),
     ):
         taken = samples({each: (middle, middle / 2, middle * 2) for each, middle in medians.items()}, ("",))
-        absent = {"safetensors": "it is not installed"} if name == OPENED else {}
-        contenders = [Contender(each) for each in (*medians, *absent)]
-        size = StateSize(num_tensors=num_tensors)
-        parts.append(part(name, taken, contenders, world=world, state=size, not_possible=absent))
+        contenders = [Contender(each) for each in medians]
+        parts.append(part(name, taken, contenders, world=8960, state=StateSize(num_tensors=100_000)))
     return Result("view", tuple(parts))
 
 
@@ -182,27 +178,23 @@ def events_result() -> Result:
     return Result("events", (part("one-process", taken, facts=facts),))
 
 
-def engine_result(
-    *, nbytes: int = NBYTES, blocked_s: float = 0.010, loop_s: float = 8.08, rounds: int = ROUNDS
-) -> Result:
+def engine_result(*, blocked_s: float = 0.010, loop_s: float = 8.08, is_full: bool = True) -> Result:
     """A run in which every round is like the others, and of which holdfast meets all bars but that of its own save."""
     return Result(
         "engine",
         (
-            saves_part(nbytes=nbytes, blocked_s=blocked_s, rounds=rounds),
-            restore_part(nbytes=nbytes, rounds=rounds),
-            python_part(nbytes=nbytes, rounds=rounds),
-            loop_part(nbytes=nbytes, loop_s=loop_s, rounds=rounds),
+            saves_part(blocked_s=blocked_s, is_full=is_full),
+            restore_part(is_full=is_full),
+            python_part(is_full=is_full),
+            loop_part(loop_s=loop_s, is_full=is_full),
         ),
     )
 
 
-def saves_part(
-    *, nbytes: int, blocked_s: float = 0.010, rounds: int = ROUNDS, num_tensors: int = 4_000, thread_s: float = 4.0
-) -> Part:
+def saves_part(*, blocked_s: float = 0.010, thread_s: float = 4.0, is_full: bool = True) -> Part:
     """Two saves of each contender in each round; the first ones took ten times as long, and were watched."""
     taken = []
-    for number in range(WARM_UP, rounds + 1):
+    for number in range(WARM_UP, ROUNDS + 1):
         scale = 10.0 if number == WARM_UP else 1.0
         for turn, (name, seconds) in enumerate((DURABLE_S | {THREAD: thread_s}).items()):
             alone = {"seconds": (scale * seconds,), "blocked_s": (scale * blocked_s,), "cpu_s": (scale * 0.2,)}
@@ -223,45 +215,41 @@ def saves_part(
         engine.SAVES,
         taken,
         described((*ENGINE_NAMES, *absent), BACKGROUND),
-        rounds=rounds,
-        state=StateSize(nbytes, num_tensors, 3),
-        facts={"work_s": 1.0, "generations": 2},
+        rounds=ROUNDS,
+        state=LARGE,
         not_possible=absent,
-        raw_ways=RAW_WAYS,
+        is_full=is_full,
     )
 
 
-def restore_part(*, nbytes: int, rounds: int = ROUNDS) -> Part:
+def restore_part(*, is_full: bool = True) -> Part:
     """Restores at four fifths of a copy's speed."""
     values = {"seconds": 0.25, "memcpy_s": 0.2, "moved_s": 0.2, "moved_cpu_s": 0.4, "load_s": 1.0}
     taken = [
         Sample(OURS, number, {key: (value,) for key, value in values.items()}, "durable" if number % 2 else "staged")
-        for number in range(1, rounds + 1)
+        for number in range(1, ROUNDS + 1)
     ]
-    return part(engine.RESTORE, taken, rounds=rounds, state=StateSize(nbytes, 4_000, 3))
+    return part(engine.RESTORE, taken, rounds=ROUNDS, state=LARGE, is_full=is_full)
 
 
-def python_part(*, nbytes: int, rounds: int = ROUNDS) -> Part:
+def python_part(*, is_full: bool = True) -> Part:
     """A loop that a peer slows down by half, and holdfast by 2 % while it persists, with the copy by 10 %."""
     taken = []
-    for number in range(WARM_UP, rounds + 1):
+    for number in range(WARM_UP, ROUNDS + 1):
         for name, saving, persisting in ((OURS, 90.0, 98.0), (THREAD, 50.0, 50.0)):
             rates = {"before_per_s": 99.0, "saving_per_s": saving, "persisting_per_s": persisting, "after_per_s": 101.0}
             taken.append(sample("", name, number, 1.0, **{key: (rate,) for key, rate in rates.items()}))
-    state = StateSize(nbytes, 4_000, 3)
-    return part(engine.PYTHON, taken, beside_contenders(), world=1, rounds=rounds, state=state)
+    return part(engine.PYTHON, taken, beside_contenders(), world=1, rounds=ROUNDS, state=LARGE, is_full=is_full)
 
 
-def loop_part(*, nbytes: int, loop_s: float = 8.08, rounds: int = ROUNDS) -> Part:
+def loop_part(*, loop_s: float = 8.08, is_full: bool = True) -> Part:
     """Loops of 8 s without saves."""
     taken = [
         sample("", name, number, seconds, durable_s=(seconds + 0.5,))
-        for number in range(WARM_UP, rounds + 1)
+        for number in range(WARM_UP, ROUNDS + 1)
         for name, seconds in {NO_SAVES: 8.0, OURS: loop_s, THREAD: 10.0}.items()
     ]
-    facts = {"steps": 20, "every": 10, "tokens": 512}
-    state = StateSize(nbytes, 4_000, 3)
-    return part(engine.LOOP, taken, beside_contenders(), rounds=rounds, state=state, facts=facts)
+    return part(engine.LOOP, taken, beside_contenders(), rounds=ROUNDS, state=LARGE, is_full=is_full)
 
 
 def beside_contenders() -> tuple[Contender, ...]:

@@ -10,9 +10,9 @@ import torch
 
 from bench.__main__ import measure
 from bench.benchmark import Options
-from bench.contenders import SAVING, select
+from bench.contenders import LOADING, why_absent
 from bench.costs import read_nbytes
-from bench.save_load import LOADS, MOVES, bars, contenders_of, render_load
+from bench.save_load import LOADS, MOVES, impossible
 from bench.schema import RAW, BenchError, Result, read_result
 from bench.state import State, as_bytes, content, parameter_shapes, width_for
 from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
@@ -51,16 +51,14 @@ def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_kno
 
 
 def test_torch_load_takes_part_only_where_the_same_ranks_load() -> None:
-    able = {name: contenders_of(move, Options())[0] for name, move in MOVES.items()}
-    assert [name for name, contenders in able.items() if "torch.save" in contenders] == ["same", "replicas"]
+    assert [name for name, move in MOVES.items() if "torch.save" not in impossible(move)] == ["same", "replicas"]
 
 
 def test_a_package_that_is_not_installed_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.contenders.find_spec", lambda name: None)
-    names, reasons = select(None, SAVING)
+    absent = {name: reason for name, kind in LOADING.items() if (reason := why_absent(kind.package))}
     packages = ("torch_checkpointing", "torchsnapshot", "safetensors")
-    assert reasons == dict.fromkeys(packages, "it is not installed; `make bench` installs it")
-    assert not set(names) & set(packages)
+    assert absent == dict.fromkeys(packages, "it is not installed; `make bench` installs it")
 
 
 # Figures
@@ -81,27 +79,27 @@ def test_bytes_are_those_of_all_ranks() -> None:
 
 
 def test_the_tables_have_shares_and_costs_and_name_what_is_not_possible_with_its_reason() -> None:
-    text = render_load(load_result(SECONDS))
+    text = LOADS.render(load_result(SECONDS))
     for line in (
-        "| raw limit, GB/s | 1.82 (1.67 to 2.00) |",
+        "| raw limit | 1.82 (1.67 to 2.00) GB/s |",
         "| dcp | 0.50 (0.25 to 0.50) |",
         "| torchsnapshot | not possible |",
         "| dcp | 1.00; 3; 1.00 (2.00) |",
     ):
         assert line in text.splitlines()
-    for fact in ("torchsnapshot: it is from 2023", "3 interleaved rounds", "2.00 to 2.00 GB", "torchsnapshot 0.1"):
+    for fact in ("torchsnapshot: it is from 2023", "3 rounds", "2.00 to 2.00 GB", "torchsnapshot 0.1"):
         assert fact in text
 
 
 def test_the_table_says_which_bars_were_met() -> None:
     seconds = {**SECONDS, "holdfast": (1.0 / 0.85, 1.2 / 0.85, 1.1 / 0.85)}
-    parts = (load_part(seconds), load_part(seconds, name="same"))
-    found = {bar.words: bar.met for bar in bars(Result("load", parts))}
-    assert found == {
-        "rows -> columns, of raw: 0.85 (at least 0.8)": True,
-        "rows -> columns, of raw: 0.85 (at least 0.9)": False,
-        "CPU seconds per GB: 1.00 (at most 0.35)": False,
-        "extra memory of a rank: 3 MB (at most 134)": True,
+    parts = (load_part(seconds), load_part(seconds, name="same", title="same rows"))
+    assert {what: bar.text() for what, bar in LOADS.judged(Result("load", parts)).items()} == {
+        "rows -> columns, of raw": "0.85 (at least 0.8): met",
+        "rows -> columns, extra memory of a rank": "3 MB (at most 134 MB): met",
+        "same rows, of raw": "0.85 (at least 0.9): missed",
+        "same rows, CPU seconds per GB": "1.00 (at most 0.35): missed",
+        "same rows, extra memory of a rank": "3 MB (at most 134 MB): met",
     }
 
 
@@ -110,8 +108,7 @@ def test_a_run_leaves_a_result_that_its_tables_can_be_made_from(tmp_path: Path) 
     measure(LOADS, Options(scale=0, rounds=1, contenders=TORCH_ONLY, folder=tmp_path), ["fsdp-tp"], tmp_path)
     found = read_result("load", tmp_path)
     (only,) = found.parts
-    assert only.scenario.facts == {"saved": "rows, 4 ranks", "loaded": "fsdp-tp, 4 ranks"}
     assert [contender.name for contender in only.able] == [RAW, "dcp", "holdfast"]
     assert list(only.not_possible) == ["torch.save"]
-    assert "| torch.load | not possible |" in render_load(found)
+    assert "| torch.save | not possible |" in LOADS.render(found)
     assert not list(tmp_path.glob("bench-*"))
