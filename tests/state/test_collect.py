@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import product
 
 import hypothesis.strategies as st
 import pytest
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from holdfast.errors import StateError
 from holdfast.frameworks import NamedTensor
 from holdfast.state.collect import TensorCollector
 from holdfast.state.flatten import FlatState, flatten
+from holdfast.state.local_placements import same_placements
 
 State = dict[str, object]
 
@@ -215,3 +217,19 @@ def test_a_walk_that_remembers_nothing_finds_the_same() -> None:
         collector.add(entries[1:])
     assert [local.layout for local in forgetful.found] == [local.layout for local in plain.found]
     assert forgetful.aliases == plain.aliases == {"b": "a"}
+
+
+def test_placements_of_many_tensors_are_compared_pair_by_pair(world_of_one: None) -> None:
+    mesh, other_mesh = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+    plain = torch.zeros(4, 4)
+    places: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
+    sharded: list[torch.Tensor] = [distribute_tensor(plain, mesh, place) for place in places]
+    sharded += [torch.zeros_like(each) for each in sharded]
+    on_two_axes: list[Placement] = [Shard(0), Replicate()]
+    kinds = [*places, *places, on_two_axes, None, None]
+    tensors = [*sharded, distribute_tensor(plain, other_mesh, on_two_axes), plain, plain.clone()]
+    pairs = list(product(range(len(tensors)), repeat=2))
+    found = same_placements([tensors[a] for a, _ in pairs], [tensors[b] for _, b in pairs])
+    assert found == [kinds[a] == kinds[b] for a, b in pairs]
+    assert same_placements([plain, sharded[0]], [None, None]) == [True, True]
+    assert same_placements([plain], [distribute_tensor(torch.zeros(4), mesh, [Shard(0)])]) == [True]
