@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
@@ -85,6 +87,51 @@ def test_an_optimizer_that_has_state_keeps_its_objects_and_fitting_memory() -> N
     assert slots["exp_avg_sq"].dtype is torch.float32
     assert slots.keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert slots["step"] == 2
+
+
+#: The ways in which a live slot may not fit the stored one.
+SPOILT: dict[str, Callable[[torch.Tensor], object]] = {
+    "no tensor": lambda _: None,
+    "dtype": torch.Tensor.double,
+    "shape": lambda slot: torch.zeros(*slot.shape, 2),
+}
+
+
+@given(
+    spoilt=st.dictionaries(
+        st.tuples(st.integers(0, 5), st.sampled_from(["step", "exp_avg", "exp_avg_sq"])), st.sampled_from(list(SPOILT))
+    ),
+    lost=st.sets(st.integers(0, 5)),
+    stateless=st.sets(st.integers(0, 5)),
+)
+def test_each_slot_that_fits_is_filled_in_place_whatever_the_others_are(
+    spoilt: dict[tuple[int, str], str], lost: set[int], stateless: set[int]
+) -> None:
+    def trained() -> State:
+        model = mlp()
+        optimizer = torch.optim.AdamW(model.parameters())
+        parameters = list(model.parameters())
+        for number, parameter in enumerate(parameters):
+            parameter.grad = None if number in stateless else torch.full_like(parameter, 0.5)
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    saved, live = trained(), trained()
+    optimizer = cast("Optimizer", live["optimizer"])
+    parameters = optimizer.param_groups[0]["params"]
+    for (number, key), how in spoilt.items():
+        if number not in stateless:
+            optimizer.state[parameters[number]][key] = SPOILT[how](optimizer.state[parameters[number]][key])
+    for number in lost:
+        optimizer.state.pop(parameters[number], None)
+    before = {number: dict(optimizer.state.get(parameter, {})) for number, parameter in enumerate(parameters)}
+    load(save(saved), live)
+    assert_same(saved, live)
+    for number, parameter in enumerate(parameters):
+        slots = optimizer.state.get(parameter, {})
+        assert list(slots) == ([] if number in stateless else ["step", "exp_avg", "exp_avg_sq"])
+        kept = {key for key in before[number] if slots.get(key) is before[number][key]}
+        assert kept == {key for key in before[number] if (number, key) not in spoilt}
 
 
 def test_state_of_parameters_that_had_none_is_dropped() -> None:

@@ -5,16 +5,22 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import product
 
 import hypothesis.strategies as st
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
+from holdfast.errors import StateError
+from holdfast.frameworks import NamedTensor
+from holdfast.state.collect import TensorCollector
 from holdfast.state.flatten import FlatState, flatten
+from holdfast.state.local_placements import same_placements
 
 State = dict[str, object]
 
@@ -169,3 +175,61 @@ def test_what_a_walk_remembers_keeps_no_memory_alive() -> None:
     del state
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
+
+
+def test_tensors_of_one_kind_share_the_parts_of_their_layouts(world_of_one: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    state: State = {
+        "a": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]),
+        "b": distribute_tensor(torch.zeros(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)]),
+        "c": distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)]),
+        "d": torch.zeros(4, 3),
+        "e": torch.zeros(4, 3, dtype=torch.int64),
+        "f": torch.zeros(12),
+    }
+    layouts = {name: local.layout for name, local in flatten(state).tensors.items()}
+    assert [layouts[name].dtype for name in "abcdef"] == ["float32"] * 4 + ["int64", "float32"]
+    assert [layouts[name].shape for name in "abcdef"] == [(4, 3)] * 5 + [(12,)]
+    assert len({id(layouts[name].shape) for name in "abcde"}) == 1
+    assert layouts["a"].spec == layouts["b"].spec
+    assert layouts["a"].spec != layouts["c"].spec
+    assert layouts["d"].spec is layouts["e"].spec is layouts["f"].spec
+
+
+def test_the_first_name_stands_for_all_tensors_of_a_shape_that_no_manifest_can_hold() -> None:
+    collector = TensorCollector(meta=True)
+    too_long = {"b": torch.float32, "a": torch.float64, "c": torch.float32}
+    with pytest.raises(StateError, match="axes too long") as caught:
+        collector.add(
+            NamedTensor(name, torch.empty(4 if name == "0" else 1 << 57, dtype=dtype, device="meta"), "compare")
+            for name, dtype in {**too_long, "0": torch.float64}.items()
+        )
+    assert caught.value.tensor == "a"
+
+
+def test_a_walk_that_remembers_nothing_finds_the_same() -> None:
+    entries = [
+        NamedTensor(name, each, "compare") for name, each in new_state().items() if isinstance(each, torch.Tensor)
+    ]
+    forgetful, plain = TensorCollector(meta=True, remembers=False), TensorCollector(meta=True)
+    for collector in (forgetful, plain):
+        collector.add(entries[:2])
+        collector.add(entries[1:])
+    assert [local.layout for local in forgetful.found] == [local.layout for local in plain.found]
+    assert forgetful.aliases == plain.aliases == {"b": "a"}
+
+
+def test_placements_of_many_tensors_are_compared_pair_by_pair(world_of_one: None) -> None:
+    mesh, other_mesh = init_device_mesh("cpu", (1,)), init_device_mesh("cpu", (1, 1))
+    plain = torch.zeros(4, 4)
+    places: list[list[Placement]] = [[Shard(0)], [Shard(1)], [Replicate()]]
+    sharded: list[torch.Tensor] = [distribute_tensor(plain, mesh, place) for place in places]
+    sharded += [torch.zeros_like(each) for each in sharded]
+    on_two_axes: list[Placement] = [Shard(0), Replicate()]
+    kinds = [*places, *places, on_two_axes, None, None]
+    tensors = [*sharded, distribute_tensor(plain, other_mesh, on_two_axes), plain, plain.clone()]
+    pairs = list(product(range(len(tensors)), repeat=2))
+    found = same_placements([tensors[a] for a, _ in pairs], [tensors[b] for _, b in pairs])
+    assert found == [kinds[a] == kinds[b] for a, b in pairs]
+    assert same_placements([plain, sharded[0]], [None, None]) == [True, True]
+    assert same_placements([plain], [distribute_tensor(torch.zeros(4), mesh, [Shard(0)])]) == [True]

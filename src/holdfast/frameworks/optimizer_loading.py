@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import combinations
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from itertools import combinations, compress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -137,12 +138,11 @@ def _read_saved(path: str, source: BindingSource) -> _Saved:
         saved.slots[parameter] = set()
     state = join(path, "state")
     for name in source.stored_below(state):
-        below = name[len(state) + 1 :]
-        parameter = below.rpartition("/")[0]
+        parameter, _, below = name[len(state) + 1 :].rpartition("/")
         while parameter and parameter not in saved.slots:
-            parameter = parameter.rpartition("/")[0]
+            parameter, _, below = parameter.rpartition("/")
         if parameter:
-            saved.slots[parameter].add(below[len(parameter) + 1 :].partition("/")[0])
+            saved.slots[parameter].add(below)
     saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
     for name in source.stored_below(join(path, "param_groups")):
         saved.hyper.update(split(name)[depth + 1 : depth + 2])
@@ -422,15 +422,14 @@ def _flag(path: str, live: object, source: BindingSource) -> bool:
     return bool(node.value if isinstance(node, Plain) else live)
 
 
-class _StoredSlots(NamedTuple):
-    """Stored slots of parameters, as columns: the name of each, its key, the live slot, the number of the parameter,
-    and the dtype that the slot must be cast to, or None."""
+class _SlotColumn(NamedTuple):
+    """The stored slots with one key, of many parameters: the name of each, the live slot (of any type), and whether it
+    can be filled as it is."""
 
+    key: object
     names: list[str]
-    keys: list[object]
-    live: list[object]
-    owners: list[int]
-    casts: list[torch.dtype | None]
+    live: list[Any]
+    fits: Sequence[bool]
 
 
 def _bind_slots(
@@ -442,57 +441,83 @@ def _bind_slots(
     source: BindingSource,
 ) -> list[dict[object, _Slot]]:
     """Bind the stored slots of each of the `parameters` of one group."""
-    columns = _stored_slots(join(path, "state"), optimizer, parameters, saved, source)
-    likes = [
-        None if key == "step" else parameters[owner].tensor
-        for key, owner in zip(columns.keys, columns.owners, strict=True)
-    ]
-    fitting = source.fitting(columns.names, columns.live, likes)
+    # By the sets of slots, of which there are few.
+    alike: dict[frozenset[str], list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        alike.setdefault(frozenset(saved.slots[parameter.name]), []).append(number)
     bound: list[dict[object, _Slot]] = [{} for _ in parameters]
     filled: list[NamedTensor] = []
-    for name, key, live, owner, cast_to, fits in zip(*columns, fitting, strict=True):
-        parameter = parameters[owner]
-        is_at_home = key != "step" or (fits and live.device == _step_device(parameter, steps_on_device))
-        if fits and is_at_home and cast_to is None:
-            bound[owner][key] = live
-            filled.append(NamedTensor(name, live, parameter.replicas))
-        else:
-            slot = _bind_slot(name, key, live, parameter, steps_on_device, source, cast_to=cast_to)
-            bound[owner][key] = slot
+    # The slots that cannot be filled as they are, by the number of their parameter and their place among its slots.
+    others: list[tuple[int, int, _SlotColumn, int]] = []
+    for texts, numbers in alike.items():
+        held = parameters if len(numbers) == len(parameters) else [parameters[number] for number in numbers]
+        columns = _slot_columns(join(path, "state"), optimizer, held, texts, steps_on_device, source)
+        keys = [column.key for column in columns]
+        for number, slots in zip(numbers, zip(*(column.live for column in columns), strict=True), strict=False):
+            bound[number] = dict(zip(keys, slots, strict=True))
+        replicas = [parameter.replicas for parameter in held]
+        for place, column in enumerate(columns):
+            entries = map(NamedTensor, column.names, column.live, replicas)
+            if all(column.fits):
+                filled += entries
+                continue
+            filled += compress(entries, column.fits)
+            others += ((numbers[row], place, column, row) for row, fits in enumerate(column.fits) if not fits)
+    for number, _, column, row in sorted(others, key=itemgetter(0, 1)):
+        parameter, name = parameters[number], column.names[row]
+        bound[number][column.key] = _bind_slot(
+            name,
+            column.key,
+            column.live[row],
+            parameter,
+            steps_on_device,
+            source,
+            cast_to=_cast(name, parameter, source),
+        )
     source.fill_all(filled)
     return bound
 
 
-def _stored_slots(
-    state: str, optimizer: Optimizer, parameters: Sequence[NamedTensor], saved: _Saved, source: BindingSource
-) -> _StoredSlots:
-    slots = _StoredSlots([], [], [], [], [])
-    # By the sets of slots, of which there are few.
-    orders: dict[frozenset[str], tuple[list[str], list[object]]] = {}
-    for number, parameter in enumerate(parameters):
-        texts = frozenset(saved.slots[parameter.name])
-        order = orders.get(texts)
-        if order is None:
-            in_order = [*(texts & {"step"}), *sorted(texts - {"step"})]  # mostly torch's own order
-            order = orders[texts] = in_order, list(map(parse_component, in_order))
-        prefix = f"{state}/{parameter.name}/"
-        names = [prefix + text for text in order[0]]
-        slots.names.extend(names)
-        slots.keys.extend(order[1])
-        slots.live.extend(map(optimizer.state.get(parameter.tensor, {}).get, order[1]))
-        slots.owners.extend([number] * len(names))
-        slots.casts.extend(_casts(names, parameter, source))
-    return slots
+def _slot_columns(
+    state: str,
+    optimizer: Optimizer,
+    parameters: Sequence[NamedTensor],
+    texts: frozenset[str],
+    steps_on_device: bool,
+    source: BindingSource,
+) -> list[_SlotColumn]:
+    """The stored slots of parameters that all have the slots with the components `texts`."""
+    tensors = [parameter.tensor for parameter in parameters]
+    prefixes = [f"{state}/{parameter.name}/" for parameter in parameters]
+    kept = [optimizer.state.get(tensor, {}) for tensor in tensors]
+    stored = [source.stored(parameter.name) for parameter in parameters]
+    is_cast = [
+        owner is not None and getattr(torch, owner.dtype, None) is not tensor.dtype
+        for owner, tensor in zip(stored, tensors, strict=True)
+    ]
+    columns = []
+    for text in [*(texts & {"step"}), *sorted(texts - {"step"})]:  # mostly torch's own order
+        key = parse_component(text)
+        names, live = [prefix + text for prefix in prefixes], [slots.get(key) for slots in kept]
+        fits = source.fitting(names, live, [None] * len(names) if key == "step" else tensors)
+        if key == "step":
+            homes = (_step_device(parameter, steps_on_device) for parameter in parameters)
+            fits = [fit and slot.device == home for fit, slot, home in zip(fits, live, homes, strict=True)]
+        if any(is_cast):
+            casts = (_cast(name, parameter, source) for name, parameter in zip(names, parameters, strict=True))
+            fits = [fit and cast_to is None for fit, cast_to in zip(fits, casts, strict=True)]
+        columns.append(_SlotColumn(key, names, live, fits))
+    return columns
 
 
-def _casts(names: Sequence[str], parameter: NamedTensor, source: BindingSource) -> Sequence[torch.dtype | None]:
-    """The dtype that each slot of a parameter must be cast to, or None: torch requires one dtype for a parameter and
-    its slots of that dtype, so if the parameter is cast, these slots are cast too."""
+def _cast(name: str, parameter: NamedTensor, source: BindingSource) -> torch.dtype | None:
+    """The dtype that the stored slot `name` of a parameter must be cast to, or None: torch requires one dtype for a
+    parameter and its slots of that dtype, so if the parameter is cast, these slots are cast too."""
     owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
     if owner is None or getattr(torch, owner.dtype, None) is dtype:
-        return [None] * len(names)
-    kept = map(source.stored, names)
-    return [dtype if each is not None and each.dtype == owner.dtype and each.shape else None for each in kept]
+        return None
+    kept = source.stored(name)
+    return dtype if kept is not None and kept.dtype == owner.dtype and kept.shape else None
 
 
 def _step_device(parameter: NamedTensor, on_device: bool) -> torch.device:

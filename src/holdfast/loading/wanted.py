@@ -45,16 +45,16 @@ def wanted(files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank:
     stored parts that they are made of."""
     found, pieces = Wanted(), LocalPieces(rank)
     wants, targets, numbers, body = found.wants, found.targets, files.numbers, files.manifest.body
+    dtypes = list(map(body.dtype_table.__getitem__, body.dtypes))
     for target in binding.targets:
         local = target.local
         boxes = pieces.of(local.layout, local.memory)
-        if target.source in parts:
+        if parts and target.source in parts:
             for box, view in boxes:
                 _add_parts(found, files, target, parts[target.source], box, view)
             continue
         number = numbers[target.source]
-        stored = body.dtype_table[body.dtypes[number]]
-        dtype = None if stored == local.layout.dtype else _cast_from(stored, target, found)
+        dtype = None if dtypes[number] == local.layout.dtype else _cast_from(dtypes[number], target, found)
         for box, view in boxes:
             wants.append(ReadRequest(number, box))
             targets.add(view, dtype)

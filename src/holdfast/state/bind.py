@@ -161,7 +161,7 @@ class _Binder:
             return into
 
         used = self._matcher.used
-        tensors_used = (name for name in self._stored if name in used)  # mostly in order, so that the sort is quick
+        tensors_used = filter(used.__contains__, self._stored)  # mostly in order, so that the sort is quick
         values_used = (name for name in used.difference(self._stored) if is_leaf(name, self.nodes))
         return Binding(
             self._matcher.targets,
@@ -180,7 +180,7 @@ class _Binder:
 
     def _unexpected(self) -> Iterator[str]:
         """The unused names of tensors, of values, and of whole `PerRank` entries."""
-        for name in (self._stored.keys() | self.nodes.keys()) - self._matcher.used:
+        for name in {*self._stored, *self.nodes} - self._matcher.used:
             if own_part(name) not in self._own_parts:
                 continue
             if self._select is not None and not self._covers(self._select, name):

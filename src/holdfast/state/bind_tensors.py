@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -15,12 +17,15 @@ from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.state.collect import TensorCollector, Tied, is_describable
 from holdfast.state.differences import Mismatches
 from holdfast.state.flatten import name_of_planes, planes_as_tensors
-from holdfast.state.local_placements import DTYPE_NAMES, empty, same_placement
+from holdfast.state.local_placements import DTYPE_NAMES, empty, same_placement, same_placements
 from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
 from holdfast.state.piecewise import Piecewise, describe
 from holdfast.state.registered_types import Registration, any_registered, registered
 from holdfast.wording import with_article
+
+_dtype_of = attrgetter("dtype")
+_shape_of = attrgetter("shape")
 
 
 class TensorBinder:
@@ -92,7 +97,7 @@ class TensorBinder:
         pending, self._pending = self._pending, []
         planed, self._planed = self._planed, []
         self.to_allocate.look_for_meshes(pending)
-        collector = TensorCollector(meta=True)
+        collector = TensorCollector(meta=True, remembers=False)
         collector.add(pending)
         if self._select is None and not collector.aliases and self._matcher.match_alike(collector.found):
             if named:
@@ -171,17 +176,22 @@ class TensorBinder:
 
     def fitting(self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]) -> list[bool]:
         """As `BindingSource.fitting`."""
-        # One look at each, in one place: states have thousands of slots, and nearly all fit.
+        # By columns, because states have thousands of slots, and nearly all fit.
+        tensors = [isinstance(mine, torch.Tensor) for mine in live]
+        if not all(tensors):
+            some, their_like = list(compress(names, tensors)), list(compress(like, tensors))
+            fits = iter(self.fitting(some, list(compress(live, tensors)), their_like))
+            return [is_tensor and next(fits) for is_tensor in tensors]
+        held = cast("Sequence[torch.Tensor]", live)
         special = {*self._nodes, *self._matcher.aliases}
-        stored = map(self._stored.get, names)
+        kinds = zip(map(DTYPE_NAMES.get, map(_dtype_of, held)), map(_shape_of, held), strict=True)
+        alike = [kept == kind for kept, kind in zip(map(self._stored.get, names), kinds, strict=True)]
+        if any_registered(set(map(type, like))):  # plain memory cannot be placed as such a tensor is
+            like = [None if registered(other) else other for other in like]
+        placed = same_placements(held, like)
         return [
-            kept is not None
-            and isinstance(mine, torch.Tensor)
-            and kept.dtype == DTYPE_NAMES.get(mine.dtype)
-            and kept.shape == mine.shape
-            and name not in special
-            and same_placement(mine, _alike(other, kept.shape))
-            for name, kept, mine, other in zip(names, stored, live, like, strict=True)
+            fits and is_placed and name not in special
+            for fits, is_placed, name in zip(alike, placed, names, strict=True)
         ]
 
     def _dtype(self, name: str, stored: str, cast_to: torch.dtype | None) -> str:

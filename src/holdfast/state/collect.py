@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -31,10 +31,12 @@ _WHOLE: dict[Replicas, Whole] = {"split": Whole("split"), "first": Whole("first"
 _PLAIN = {torch.Tensor, nn.Parameter}
 
 _by_name = attrgetter("name")
+_second = itemgetter(1)
 _replicas_of = attrgetter("replicas")
 _dtype_of = attrgetter("dtype")
 _layout_of = attrgetter("layout")
 _shape_of = attrgetter("shape")
+_requires_grad = attrgetter("requires_grad")
 
 
 class LocalTensor(msgspec.Struct, frozen=True, gc=False):
@@ -119,11 +121,13 @@ class TensorCollector:
     overlaps does not tie them.
 
     `last` is `remembered` of the collector of the last walk of the state: tensors that have not changed since are not
-    described again. It keeps no memory alive. With `meta`, tensors on the meta device are described too.
+    described again. It keeps no memory alive. With `meta`, tensors on the meta device are described too. Without
+    `remembers`, `remembered` lacks facts that only a later walk needs.
     """
 
-    def __init__(self, last: Sequence[WalkCache] = (), *, meta: bool = False) -> None:
+    def __init__(self, last: Sequence[WalkCache] = (), *, meta: bool = False, remembers: bool = True) -> None:
         self._meta = meta
+        self._remembers = remembers
         #: Each memory; at the same place the entry with its first name; and by place its other entries. (In columns,
         #: because there are thousands.)
         self.found: list[LocalTensor] = []
@@ -138,15 +142,15 @@ class TensorCollector:
     def add(self, added: Iterable[NamedTensor]) -> None:
         """Add tensors to `found`. Raises `StateError` for tensors that cannot be stored."""
         ordered = sorted(added, key=_by_name)
-        read = _read(ordered, meta=self._meta)
+        read = _read(ordered, meta=self._meta, with_strides=self._remembers)
         known = self._last.popleft() if self._last else None
         if known is None or known.facts != read.facts:
             self._last.clear()  # later tensors may be tied to the changed ones
             known = self._describe(ordered, read)
-        self.found += [
-            LocalTensor(layout, (part.detach() if part.requires_grad else part,))
-            for layout, part in zip(known.layouts, known.untied(read.parts), strict=True)
-        ]
+        parts = known.untied(read.parts)
+        if any(map(_requires_grad, read.parts)):
+            parts = [part.detach() if part.requires_grad else part for part in parts]
+        self.found += map(LocalTensor, known.layouts, zip(parts, strict=True))
         self._first += known.untied(ordered)
         for number, place in known.tied:
             self._others.setdefault(place, []).append(ordered[number])
@@ -175,7 +179,8 @@ class TensorCollector:
     def _describe(self, ordered: Sequence[NamedTensor], read: _FoundTensors) -> WalkCache:
         # By columns too: a first save and every load run this.
         facts = read.facts
-        facts = facts._replace(shapes=_plain(facts.shapes), strides=_plain(facts.strides))
+        if self._remembers:
+            facts = facts._replace(shapes=_plain(facts.shapes), strides=_plain(facts.strides))
         # Unchanged tensors passed this check in an earlier walk: a storage gets another address when it is resized.
         if any(
             reaches_beyond(part)
@@ -191,19 +196,27 @@ class TensorCollector:
         return WalkCache(facts, read.specs, new, [layouts[number] for number in new], list(tied.items()))
 
     def _layouts(self, facts: Facts, placed: Sequence[DTensorSpec | None]) -> list[TensorLayout]:
-        """The layout of each tensor."""
-        names, shapes, dtypes = facts.names, facts.shapes, map(DTYPE_NAMES.__getitem__, facts.dtypes)
-        specs: list[Spec] = list(map(_WHOLE.__getitem__, facts.replicas))
-        if any(placed):
-            held, shapes = shapes, _global_shapes(placed, shapes)
-            rows = zip(placed, specs, shapes, held, names, strict=True)
-            specs = [
-                whole if spec is None else self._placements.spec(spec, shape, part, name)
-                for spec, whole, shape, part, name in rows
-            ]
-        for shape, name in dict(zip(reversed(shapes), reversed(names), strict=True)).items():
-            check_shape(name, shape)
-        return list(map(TensorLayout, names, dtypes, shapes, specs))
+        """The layout of each tensor. Tensors of one kind share its parts: torch gives equal DTensors one spec."""
+        kinds = list(zip(facts.specs, facts.shapes, facts.dtypes, facts.replicas, strict=True))
+        first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
+        shapes: dict[Shape, Shape] = {}
+        known: dict[tuple[int, Shape, torch.dtype, Replicas], tuple[str, Shape, Spec]] = {}
+        for kind, number in sorted(first.items(), key=_second):
+            _, held, dtype, replicas = kind
+            described = placed[number]
+            (shape,) = _plain([held if described is None else described.shape], shapes)
+            spec: Spec = _WHOLE[replicas]
+            if described is not None:
+                spec = self._placements.spec(described, shape, held, facts.names[number])
+            known[kind] = DTYPE_NAMES[dtype], shape, spec
+        numbers: dict[Shape, int] = {}
+        for kind, number in first.items():
+            shape = known[kind][1]
+            numbers[shape] = min(number, numbers.get(shape, number))
+        for shape, number in numbers.items():
+            check_shape(facts.names[number], shape)
+        columns = zip(*map(known.__getitem__, kinds), strict=True)
+        return list(map(TensorLayout, facts.names, *columns))
 
     def _ties(
         self, layouts: Sequence[TensorLayout], parts: Sequence[torch.Tensor], addresses: Sequence[int]
@@ -240,7 +253,7 @@ class TensorCollector:
         return homes
 
 
-def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
+def _read(ordered: Sequence[NamedTensor], *, meta: bool, with_strides: bool) -> _FoundTensors:
     """Read the facts, specs and local parts of tensors. Raises `StateError` for a tensor that cannot be stored."""
     # By columns, with almost no Python code per tensor: every save runs this.
     tensors = [entry.tensor for entry in ordered]
@@ -270,22 +283,17 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool) -> _FoundTensors:
         specs=list(map(id, specs)),
         dtypes=dtypes,
         shapes=shapes,
-        strides=list(map(torch.Tensor.stride, parts)),
+        strides=list(map(torch.Tensor.stride, parts)) if with_strides else [],
         addresses=addresses,
     )
     return _FoundTensors(facts, specs, parts)
 
 
-def _plain(shapes: Iterable[Shape]) -> list[Shape]:
-    """The same shapes or strides as plain tuples, one object for equal ones: they are kept from save to save, and the
-    garbage collector stops tracking plain tuples of numbers after its first pass."""
-    known: dict[Shape, Shape] = {}
+def _plain(shapes: Iterable[Shape], known: dict[Shape, Shape] | None = None) -> list[Shape]:
+    """The same shapes or strides as plain tuples, one object for equal ones, also for those that are `known`: they are
+    kept from save to save, and the garbage collector stops tracking plain tuples of numbers after its first pass."""
+    known = {} if known is None else known
     return [known.get(shape) or known.setdefault(shape, tuple(shape)) for shape in shapes]
-
-
-def _global_shapes(placed: Sequence[DTensorSpec | None], held: Sequence[Shape]) -> list[Shape]:
-    """The global shapes of tensors whose local parts have the shapes `held`."""
-    return _plain(part if spec is None else spec.shape for spec, part in zip(placed, held, strict=True))
 
 
 def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:

@@ -15,7 +15,7 @@ from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, FlatRange, Shape, flat_boxes, whole
 from holdfast.io.buffers import BUFFER_NBYTES
 from holdfast.io.sources import JoinedSources
-from holdfast.plan.layout import Pieces, Placed, TensorLayout
+from holdfast.plan.layout import Pieces, Placed, Spec, TensorLayout, Whole
 from holdfast.plan.placements import local_boxes
 from holdfast.store.base import Bytes
 
@@ -30,6 +30,8 @@ _PACKED_NBYTES = 1 << 20
 COPY_NBYTES = 512 << 10
 
 Array = npt.NDArray[Any]
+#: A box of a tensor, with its slices of the local tensor; None where it is the whole local tensor.
+_BoxInPart = tuple[Box, tuple[slice, ...] | None]
 
 
 def copy_elements(target: Array, source: Array) -> None:
@@ -167,29 +169,24 @@ class LocalPieces:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         #: By the spec's id and the shape. Each value keeps its spec alive, so that no other spec gets that id.
-        self._boxes: dict[tuple[int, Shape], tuple[Placed, list[tuple[Box, tuple[slice, ...] | None]]]] = {}
+        self._boxes: dict[tuple[int, Shape], tuple[Spec, list[_BoxInPart]]] = {}
 
     def of(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...]) -> list[tuple[Box, torch.Tensor]]:
         """The boxes of a tensor that the rank holds, each with the memory that holds it."""
-        spec = layout.spec
-        if isinstance(spec, Placed):
-            return [
-                (box, memory[0] if slices is None else memory[0][slices])
-                for box, slices in self._placed(spec, layout.shape)
-            ]
-        if isinstance(spec, Pieces):
-            return _parts(layout.shape, spec, memory)
-        return [(whole(layout.shape), memory[0])]
-
-    def _placed(self, spec: Placed, shape: Shape) -> list[tuple[Box, tuple[slice, ...] | None]]:
-        """The boxes, each with its slices of the local tensor; None where it is the whole local tensor."""
+        spec, shape = layout.spec, layout.shape
         known = self._boxes.get((id(spec), shape))
         if known is None:
-            boxes = local_boxes(spec, shape, self._rank)
-            alone = len(boxes) == 1
-            known = spec, [(box, None if alone else local.slices()) for box, local in boxes]
-            self._boxes[id(spec), shape] = known
-        return known[1]
+            if isinstance(spec, Pieces):
+                return _parts(shape, spec, memory)
+            known = self._boxes[id(spec), shape] = spec, self._boxes_of(spec, shape)
+        return [(box, memory[0] if slices is None else memory[0][slices]) for box, slices in known[1]]
+
+    def _boxes_of(self, spec: Placed | Whole, shape: Shape) -> list[_BoxInPart]:
+        if isinstance(spec, Whole):
+            return [(whole(shape), None)]
+        boxes = local_boxes(spec, shape, self._rank)
+        alone = len(boxes) == 1
+        return [(box, None if alone else local.slices()) for box, local in boxes]
 
     def source(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...], part: Box | FlatRange) -> MemorySource:
         """The bytes of `part`, which lies within one of the pieces that the rank holds."""

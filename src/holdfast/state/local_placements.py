@@ -57,7 +57,7 @@ def local_parts(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return [each._local_tensor if type(each) is dtensor else each for each in tensors]  # noqa: SLF001
 
 
-def specs_of(tensors: Sequence[torch.Tensor]) -> Sequence[DTensorSpec | None]:
+def specs_of(tensors: Sequence[torch.Tensor | None]) -> Sequence[DTensorSpec | None]:
     """The spec of each tensor; None for those that are not DTensors."""
     dtensor = dtensor_type()
     if dtensor not in set(map(type, tensors)):
@@ -186,16 +186,25 @@ def _groups_are_sorted(mesh: DeviceMesh, ranks: npt.NDArray[np.int64], axes: Seq
 
 
 def same_placement(tensor: torch.Tensor, like: torch.Tensor | None) -> bool:
-    """Whether `tensor` is divided among ranks as `like` is, or is not a DTensor where `like` is None."""
-    dtensor = dtensor_type()
-    if like is None:
-        return True
-    if type(like) is not dtensor or type(tensor) is not dtensor:
-        return type(like) is not dtensor and type(tensor) is not dtensor
-    mine, other = tensor._spec, like._spec  # noqa: SLF001
-    return mine is other or (
-        (mine.mesh is other.mesh or mine.mesh == other.mesh) and mine.placements == other.placements
-    )
+    """Whether `tensor` is divided among ranks as `like` is, if that is a tensor of the same shape."""
+    return same_placements([tensor], [like])[0]
+
+
+def same_placements(tensors: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[bool]:
+    """`same_placement` for each of many tensors."""
+    rows = zip(tensors, likes, specs_of(tensors), specs_of(likes), strict=True)
+    return [
+        mine is other
+        or like is None
+        or (
+            mine is not None
+            and other is not None
+            and (mine.mesh is other.mesh or mine.mesh == other.mesh)
+            and mine.placements == other.placements
+        )
+        or tensor.shape != like.shape
+        for tensor, like, mine, other in rows
+    ]
 
 
 def empty(dtype: str, shape: Shape, *, like: torch.Tensor | None, device: torch.device) -> torch.Tensor:

@@ -101,13 +101,14 @@ class Matcher:
     def match_alike(self, found: Sequence[LocalTensor]) -> bool:
         """Match live tensors of one name each, if every one is stored under its name in its dtype and shape, as in
         nearly all loads. Otherwise returns False and matches none."""
-        names = [local.layout.name for local in found]
+        # By columns, because states have thousands of tensors.
+        layouts = [local.layout for local in found]
+        names = [layout.name for layout in layouts]
         if not self._is_plain or any(part.is_meta for local in found for part in local.memory):
             return False
         if not (self.aliases.keys().isdisjoint(names) and self._required.keys().isdisjoint(names)):
             return False
-        stored = map(self._stored.get, names)
-        if any(kept != (local.layout.dtype, local.layout.shape) for kept, local in zip(stored, found, strict=True)):
+        if list(map(self._stored.get, names)) != [(layout.dtype, layout.shape) for layout in layouts]:
             return False
         self.used.update(names)
         self.targets += map(BoundTensor, names, names, found)

@@ -19,6 +19,7 @@ from holdfast.state.match import BoundTensor
 _MAX_WORK = 1 << 20
 
 _device_of = attrgetter("device")
+_is_cpu = attrgetter("is_cpu")
 _nbytes_of = attrgetter("nbytes")
 
 
@@ -91,7 +92,9 @@ def _are_apart(memory: TargetMemory) -> bool:
     """Whether all parts are on one device, have no holes and lie one after another, as in most states. A quick test,
     which is done for all parts at once."""
     _, parts, starts = memory
-    if not all(map(torch.Tensor.is_contiguous, parts)) or len(set(map(_device_of, parts))) > 1:
+    if not all(map(torch.Tensor.is_contiguous, parts)):
+        return False
+    if not all(map(_is_cpu, parts)) and len(set(map(_device_of, parts))) > 1:
         return False
     order = np.argsort(starts)
     stops = starts + np.fromiter(map(_nbytes_of, parts), np.uint64, len(parts))

@@ -96,12 +96,16 @@ class MemoryTargets:
         addresses, sizes = self._places
         source, taken, nbytes = data.ctypes.data, 0, len(data)
         for want in wants:
-            step = min(sizes[want] - skipped, nbytes - taken)
+            step = sizes[want] - skipped
+            if step > nbytes - taken:  # noqa: PLR1730 - a call of `min` takes as long as a small copy
+                step = nbytes - taken
             target = addresses[want]
             if not target:
                 self._put_part(want, skipped, data[taken : taken + step])
             elif step < _SHORT_NBYTES:
                 _move_short(target + skipped, source + taken, step)
+            elif step <= COPY_NBYTES:
+                _move_and_release(target + skipped, source + taken, step)
             else:
                 for at in range(0, step, COPY_NBYTES):
                     _move_and_release(target + skipped + at, source + taken + at, min(COPY_NBYTES, step - at))
