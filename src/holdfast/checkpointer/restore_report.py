@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.reports import LoadReport
+from holdfast.wording import count
 
 #: The tier that a checkpoint was read from, or that a save writes to.
 Tier = Literal["node memory", "storage"]
@@ -17,13 +18,16 @@ class RestoreReport:
     was read from ("node memory" or "storage").
 
     The loop continues at ``next_step``. `load` is the report of the load itself; where the run had no checkpoint yet,
-    that of the `initial` checkpoint of another run, or None.
+    that of the `initial` checkpoint of another run, or None. `earlier_resumes` is the number of jobs that resumed the
+    same checkpoint before, without a newer one having been committed since; a job that ended in an orderly way does not
+    count.
     """
 
     step: int | None
     place: str | None
     tier: Tier | None
     load: LoadReport | None
+    earlier_resumes: int = 0
 
     @property
     def next_step(self) -> int:
@@ -35,4 +39,5 @@ class RestoreReport:
             return "<RestoreReport: there was nothing to restore; the next step is 0>"
         if self.step is None:
             return f"<RestoreReport of a new run, which begins with {self.load!r}; the next step is 0>"
-        return f"<RestoreReport from {self.tier}: {self.load!r}>"
+        again = f", which {count(self.earlier_resumes, 'earlier job')} resumed in vain" if self.earlier_resumes else ""
+        return f"<RestoreReport from {self.tier}{again}: {self.load!r}>"

@@ -19,6 +19,7 @@ from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
 from holdfast.run.listing import UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint
 from holdfast.run.lost_head import lost_head
+from holdfast.run.resumes import WARNED_FROM
 from holdfast.wording import count
 
 
@@ -92,6 +93,7 @@ def _table(rows: list[ListedCheckpoint]) -> Listing:
     now = time.time()
     optional = {
         "pinned": ["pinned" if row.pinned else "" for row in rows],
+        "resumed in vain": [f"{row.resumes} times" if row.resumes >= WARNED_FROM else "" for row in rows],
         "metrics": [metrics_text(row.metrics) for row in rows],
         "diverged": [_names(row.diverged) for row in rows],
     }

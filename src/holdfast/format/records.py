@@ -315,7 +315,12 @@ def _unknown(what: str, *, path: str) -> IncompatibleError:
 
 def epoch_key(epoch: int) -> str:
     """The key of the record of `epoch`."""
-    return f"{EPOCHS}/{_count_down(epoch)}.json"
+    return f"{EPOCHS}/{epoch_name(epoch)}"
+
+
+def epoch_name(epoch: int) -> str:
+    """The file name in ``epochs/`` of the record of `epoch`."""
+    return f"{_count_down(epoch)}.json"
 
 
 def parse_epoch_name(name: str) -> int | None:

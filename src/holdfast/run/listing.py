@@ -7,11 +7,13 @@ from contextlib import suppress
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
+from holdfast.run.resumes import ResumeCounts
 
 UNKNOWN_LINEAGE: Final = "unknown whether the head descends from these"
 
@@ -20,7 +22,8 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     """One checkpoint of a run. `abandoned` says which epoch abandoned it; it is empty on the lineage of the head.
 
     `place` is such as ``3.12``, `created` in unix seconds, `nbytes` the size of its data, `folder` its name in
-    ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it.
+    ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it. `resumes` is
+    the number of jobs that have resumed it, and of which none has committed a newer one, nor ended in an orderly way.
     """
 
     place: str
@@ -33,6 +36,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     diverged: Diverged
     abandoned: str = ""
     pinned: bool = False
+    resumes: int = 0
 
 
 class HistoryReader:
@@ -42,6 +46,7 @@ class HistoryReader:
         self.faults: list[HoldfastError] = []
         self._run = run
         self._pinned = Holds.of(run.storage).pinned
+        self._resumes = ResumeCounts.of(run).counted
         self._places: list[Place] = []
         self._broken = False
         #: For each epoch, the reason why those of its checkpoints that are not on the lineage were abandoned.
@@ -74,7 +79,8 @@ class HistoryReader:
     def _rows(self, place: Place, *, head: bool = False, abandoned: str = "") -> Iterator[ListedCheckpoint]:
         """The row of a place; none where its record is damaged, or was removed just now."""
         try:
-            yield _row(self._run.commit(place), head=head, abandoned=abandoned, pinned=place in self._pinned)
+            row = _row(self._run.commit(place), head=head, abandoned=abandoned)
+            yield replace(row, pinned=place in self._pinned, resumes=self._resumes.get(place, 0))
         except (CorruptError, NotFoundError) as error:
             if not self._run.is_removed(place):
                 self.faults.append(error)
@@ -105,7 +111,7 @@ def _first_from(run: Run, record: Epoch, *, after: int) -> Epoch:
     return record
 
 
-def _row(commit: Commit, *, head: bool, abandoned: str, pinned: bool) -> ListedCheckpoint:
+def _row(commit: Commit, *, head: bool, abandoned: str) -> ListedCheckpoint:
     return ListedCheckpoint(
         place=str(commit.place),
         step=commit.step,
@@ -116,5 +122,4 @@ def _row(commit: Commit, *, head: bool, abandoned: str, pinned: bool) -> ListedC
         metrics=dict(commit.metrics),
         diverged=commit.diverged,
         abandoned=abandoned,
-        pinned=pinned,
     )
