@@ -93,6 +93,7 @@ def _table(rows: list[ListedCheckpoint]) -> Listing:
     now = time.time()
     optional = {
         "pinned": ["pinned" if row.pinned else "" for row in rows],
+        "quarantine": ["damaged" if row.quarantined else "" for row in rows],
         "resumed in vain": [f"{row.resumes} times" if row.resumes >= WARNED_FROM else "" for row in rows],
         "metrics": [metrics_text(row.metrics) for row in rows],
         "diverged": [_names(row.diverged) for row in rows],

@@ -41,6 +41,7 @@ from holdfast.run.leases import ReadLease, leased
 from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
 from holdfast.run.resumes import ResumeLimit
+from holdfast.run.second_reading import remember_damage
 from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
@@ -330,6 +331,8 @@ class Loading:
                     error.action = self._advice(target, skipped, error.action)
                     raise
                 self._warn(skipped[-1:])
+                if self._located is not None and self._located.run is not None:  # on rank 0
+                    remember_damage(self._storage, self._located.run, resolved.place, error)
 
     def end_lease(self) -> None:
         """Let the checkpoint that was read be deleted."""

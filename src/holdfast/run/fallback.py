@@ -14,6 +14,7 @@ from holdfast.format.records import Place
 from holdfast.run.complete import check_present
 from holdfast.run.history import Located, Run, no_head
 from holdfast.run.paths import Selection
+from holdfast.run.quarantine import in_quarantine, reason_of
 from holdfast.run.resumes import ResumeLimit, restart_loop
 from holdfast.store.base import Store
 
@@ -39,8 +40,8 @@ def resolve_sound(
     which `limit` does not object.
 
     Returns the checkpoint, and all checkpoints passed over: those in `skipped`, which earlier calls returned, and those
-    that this call passed over. `storage` is the store at the root of `target`. Checks seal, manifest and sizes of
-    files, but does not read data, so the data may still turn out to be damaged.
+    that this call passed over, also those in quarantine. `storage` is the store at the root of `target`. Checks seal,
+    manifest and sizes of files, but does not read data, so the data may still turn out to be damaged.
 
     Raises:
         ConfigurationError: none is left, and `limit` objected to one (``config.restart_loop``).
@@ -49,8 +50,11 @@ def resolve_sound(
     """
     run = Run.open(storage)
     epoch = run.newest_epoch()
-    passed = list(skipped)
+    passed, shut = list(skipped), in_quarantine(storage)
     for place in _candidates(run, target, passed):
+        if place in shut:
+            passed.append(Skipped(place, reason_of(storage, place)))
+            continue
         try:
             sealed = run.locate(run.commit(place))
             check_present(Checkpoint(sealed))
@@ -70,7 +74,8 @@ def resolve_sound(
     raise CorruptError(
         f"no checkpoint on the lineage of '{target}' can be loaded. {reasons}",
         code="corrupt.lineage",
-        action="Restore one of them from another copy of the run.",
+        action="Restore one of them from another copy of the run."
+        + (" Then lift its quarantine with holdfast verify --deep." if shut else ""),
         path=target.root,
     )
 

@@ -83,7 +83,7 @@ class Holds(NamedTuple):
         """The reasons why the checkpoint at `place` must stay."""
         until_s = max((lease.time_s for lease in self.leases if lease.place == place), default=None)
         pin = ("it is pinned",) if place in self.pinned else ()
-        return pin if until_s is None else (*pin, f"a reader uses it, until {_clock(until_s)} UTC at the latest")
+        return pin if until_s is None else (*pin, f"a reader uses it, until {clock(until_s)} UTC at the latest")
 
 
 def check_unheld(storage: Store, place: Place) -> None:
@@ -194,5 +194,6 @@ def holder() -> str:
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def _clock(unix_s: int) -> str:
+def clock(unix_s: int) -> str:
+    """A time in unix seconds as text for people, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(unix_s, records.LAST_S)))

@@ -13,6 +13,7 @@ from holdfast.errors import CorruptError, HoldfastError, NotFoundError
 from holdfast.format.records import Commit, Diverged, Epoch, Place
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
+from holdfast.run.quarantine import in_quarantine
 from holdfast.run.resumes import ResumeCounts
 
 UNKNOWN_LINEAGE: Final = "unknown whether the head descends from these"
@@ -24,6 +25,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     `place` is such as ``3.12``, `created` in unix seconds, `nbytes` the size of its data, `folder` its name in
     ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it. `resumes` is
     the number of jobs that have resumed it, and of which none has committed a newer one, nor ended in an orderly way.
+    `quarantined` says whether a load has found it to be damaged.
     """
 
     place: str
@@ -37,6 +39,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     abandoned: str = ""
     pinned: bool = False
     resumes: int = 0
+    quarantined: bool = False
 
 
 class HistoryReader:
@@ -46,6 +49,7 @@ class HistoryReader:
         self.faults: list[HoldfastError] = []
         self._run = run
         self._pinned = Holds.of(run.storage).pinned
+        self._quarantined = in_quarantine(run.storage)
         self._resumes = ResumeCounts.of(run).counted
         self._places: list[Place] = []
         self._broken = False
@@ -80,7 +84,12 @@ class HistoryReader:
         """The row of a place; none where its record is damaged, or was removed just now."""
         try:
             row = _row(self._run.commit(place), head=head, abandoned=abandoned)
-            yield replace(row, pinned=place in self._pinned, resumes=self._resumes.get(place, 0))
+            yield replace(
+                row,
+                pinned=place in self._pinned,
+                resumes=self._resumes.get(place, 0),
+                quarantined=place in self._quarantined,
+            )
         except (CorruptError, NotFoundError) as error:
             if not self._run.is_removed(place):
                 self.faults.append(error)
