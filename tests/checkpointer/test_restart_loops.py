@@ -16,6 +16,7 @@ import torch
 from holdfast import Checkpointer, Memory, RestoreReport
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
 from holdfast.format.records import Place
+from holdfast.format.resume_records import Resume, parse_resume_name, resume_key
 from holdfast.run.history import Run
 from holdfast.run.resumes import ResumeCounts
 from holdfast.run.rollback import rollback
@@ -220,6 +221,15 @@ class TestLimit:
     def test_it_is_at_least_one(self, run: str, wrong: int) -> None:
         with pytest.raises(ValueError, match="max_resumes"):
             Checkpointer(run, state_of(), max_resumes=wrong)
+
+
+def test_the_name_of_a_record_says_what_it_holds() -> None:
+    resume = Resume(place=Place(3, 12), newest_epoch=5, created=1.0, holder="me")
+    key = resume_key(resume, "0123456789abcdef")
+    assert key == "resumes/9999999996-9999999987.9999999994-0123456789abcdef.json"
+    assert parse_resume_name(key.removeprefix("resumes/")) == (Place(3, 12), 5)
+    for name in ("9999999996-9999999987.json", "9999999999-9999999987.9999999994-0123456789abcdef.json", "x"):
+        assert parse_resume_name(name) is None
 
 
 def resume_and_raise(run: str, limit: int | None) -> tuple[int | None, int]:

@@ -83,10 +83,11 @@ class Checkpointer:
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
     skip it. `keep` says which checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the
     first rank deletes, in the background, the other ones on the head's lineage (default: all stay). `initial` is the
-    path of the checkpoint that a run without checkpoints begins with. `max_resumes` is the limit for jobs in a row that
-    resume one checkpoint and commit no newer one (default: none). `select` are globs of names, as in `holdfast.save`
-    and `holdfast.load`: only the names that they match are saved and restored. The `listeners` hear the events of
-    saves, restores and steps on this rank (`holdfast.observing` has some); training does not wait for them.
+    path of the checkpoint that a run without checkpoints begins with, at step 0, or at the step after it (`fork`).
+    `max_resumes` is the limit for jobs in a row that resume one checkpoint and commit no newer one (default: none).
+    `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and
+    restored. The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
+    training does not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -100,6 +101,7 @@ class Checkpointer:
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,
+        fork: bool = False,
         max_resumes: int | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
@@ -112,6 +114,8 @@ class Checkpointer:
             memory=memory,
             save=save,
             keep=keep,
+            initial=initial,
+            fork=fork,
             max_resumes=max_resumes,
             takeover=takeover,
             when_full=when_full,
@@ -140,6 +144,7 @@ class Checkpointer:
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
+        self._is_fork = fork
         self._observers = Observers(listeners, lambda: self._run, group)
         self._policy = save
         #: From now on, a request by signal does not end the process.
@@ -219,8 +224,8 @@ class Checkpointer:
     def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
         else from storage. If the run has no checkpoint, this changes nothing, or loads the `initial` checkpoint, and
-        ``report.next_step`` is 0; but a path that cannot become a run, and a state that cannot be saved, are errors
-        already now.
+        ``report.next_step`` is 0 (or that of the fork); but a path that cannot become a run, and a state that cannot be
+        saved, are errors already now.
 
         With `at`, such as ``"step=700"`` or the place ``"3.12"``, fill it from that checkpoint in storage. The next
         save continues from there, which makes it a rollback: later checkpoints stay, but the head does not descend
@@ -262,6 +267,7 @@ class Checkpointer:
                     resumes=self._own_resume.begin(is_chosen=at is not None),
                     at=None if at is None else selected(self._run, at),
                     initial=self._initial,
+                    is_fork=self._is_fork,
                 )
             except HoldfastError as error:
                 self._own_resume.fail(error)

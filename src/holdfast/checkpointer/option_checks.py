@@ -13,6 +13,8 @@ def check_options(
     memory: object,
     save: object,
     keep: object,
+    initial: object,
+    fork: object,
     max_resumes: object,
     takeover: object,
     when_full: object,
@@ -26,6 +28,9 @@ def check_options(
     if not isinstance(save, SavePolicy | None):
         raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
     check_keep(keep)
+    check_flag("fork", fork)
+    if fork and initial is None:
+        raise ValueError("fork=True needs initial, the checkpoint of the run that is forked")
     if max_resumes is not None:
         checked_number("max_resumes", max_resumes, least=1, reason="no job could resume any checkpoint")
     check_flag("takeover", takeover)

@@ -25,12 +25,12 @@ from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.control.torch_store import default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.records import Place, Seal
+from holdfast.format.records import Fork, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
@@ -42,9 +42,10 @@ from holdfast.node_memory.slots import WHOLE, Slot, SlotState, slot_names
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
-from holdfast.run.history import Run
+from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import Selection, parse
 from holdfast.run.resumes import ResumeLimit
+from holdfast.run.session import JOB
 from holdfast.store.base import Location, Store
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
@@ -77,10 +78,11 @@ def restore(
     resumes: ResumeLimit,
     at: Selection | None = None,
     initial: Selection | None = None,
+    is_fork: bool = False,
 ) -> Restored:
     """Fill `state` from the newest checkpoint of `run`, or from the one that `at` selects. In a run without any,
-    fill it from the `initial` checkpoint of another run. `resumes` records which checkpoint this job resumes.
-    Collective over `group`. See `Checkpointer.restore`."""
+    fill it from the `initial` checkpoint of another run, whose steps it continues if it `is_fork`. `resumes` records
+    which checkpoint this job resumes. Collective over `group`. See `Checkpointer.restore`."""
     damage: HoldfastError | None = None
     if node_dir is not None and at is None:
         try:
@@ -110,8 +112,22 @@ def restore(
             return Restored(RestoreReport(None, None, None, None))
         options = Options(select, fallback=fallback, verify=verify, continues=False)
         report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
-        return Restored(RestoreReport(None, None, "storage", report))
+        if is_fork and group_ranks(group)[0] == global_rank():
+            _note_fork(run, initial, report, timeout_s=timeout_s)
+        return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
     return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+
+
+def _note_fork(run: Location, initial: Selection, report: LoadReport, *, timeout_s: float) -> None:
+    """Remember, for the first epoch of the run, which checkpoint it goes on from."""
+    with TimedStore(open_store(initial.location), timeout_s=timeout_s) as source:
+        if is_folder(source):
+            run_id = Checkpoint(resolve(initial, source).sealed).manifest.body.run_id
+        else:
+            run_id = Run.open(source).run_id
+    with TimedStore(open_store(run), timeout_s=timeout_s) as storage:
+        fork = Fork(run_id=run_id, place=Place.parse(report.place), step=report.step, path=report.path)
+        JOB.note_fork(storage.resolved(), fork)
 
 
 def drop_parts(

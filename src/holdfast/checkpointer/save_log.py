@@ -64,6 +64,9 @@ def log_restored(event: StateRestored) -> None:
     if report.step is None:
         state = "" if report.load is None else f" with the state of {report.load.path}"
         LOG.info("there is nothing to restore in '%s' yet: training begins at step 0%s", event.run, state)
+    elif report.place is None and report.load is not None:
+        what = "there is nothing to restore in '%s' yet: it is a fork of %s, and training goes on at step %d"
+        LOG.info(what, event.run, report.load.path, report.next_step)
     elif report.tier == "node memory" and report.load is not None:
         LOG.info("restored from node memory: %s", report.load.summary)
     if report.earlier_resumes >= WARNED_FROM:

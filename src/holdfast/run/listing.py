@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
-from holdfast.format.records import Commit, Diverged, Epoch, Place
+from holdfast.format.records import Commit, Diverged, Epoch, Fork, Place
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
 from holdfast.run.quarantine import in_quarantine
@@ -93,6 +93,18 @@ class HistoryReader:
         except (CorruptError, NotFoundError) as error:
             if not self._run.is_removed(place):
                 self.faults.append(error)
+
+
+def fork_of(run: Run) -> Fork | None:
+    """The checkpoint of another run that the lineage of the head began with; None where it began with none."""
+    with suppress(CorruptError, NotFoundError):
+        number = run.newest_epoch()
+        while number is not None:
+            record = run.epoch(number)
+            if record.opened_from is None:
+                return None if record.forked_from is msgspec.UNSET else record.forked_from
+            number = record.opened_from.epoch
+    return None
 
 
 def _left_by(run: Run, epoch: int) -> str:
