@@ -231,19 +231,18 @@ def test_damage_that_one_node_alone_sees_puts_nothing_into_quarantine(run: Path)
     assert load(run).step == 4
 
 
+def test_it_is_not_the_newest_whole_checkpoint(run: Path) -> None:
+    quarantine(opened(run), HEAD, "a test")
+    reasons = {kept.facts.step: kept.reasons for kept in Retention(KeepEvery(100)).survey(opened(run)).decision.kept}
+    assert {step: why[-1] for step, why in reasons.items()} == {
+        4: "it is newer than the newest checkpoint that was verified",
+        3: "it is the newest checkpoint that was verified",
+    }
+
+
 class TestRetention:
     def kept(self, run: Path, policy: KeepPolicy) -> list[int]:
         return [kept.facts.step for kept in Retention(policy).survey(opened(run)).decision.kept]
-
-    def test_it_is_not_the_newest_whole_checkpoint(self, run: Path) -> None:
-        quarantine(opened(run), HEAD, "a test")
-        reasons = {
-            kept.facts.step: kept.reasons for kept in Retention(KeepEvery(100)).survey(opened(run)).decision.kept
-        }
-        assert {step: why[-1] for step, why in reasons.items()} == {
-            4: "it is newer than the newest checkpoint that was verified",
-            3: "it is the newest checkpoint that was verified",
-        }
 
     def test_keep_last_counts_others_in_its_place(self, run: Path) -> None:
         assert self.kept(run, KeepLast(2)) == [4, 3]
