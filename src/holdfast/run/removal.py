@@ -64,9 +64,9 @@ def remove_place(run: Run, place: Place, folder: str) -> None:
     # A reader that has not found the tombstone had its lease before this look.
     check_unread(run.storage, place)
     run.storage.delete(records.commit_key(place))
+    lift(run.storage, place)
     run.storage.delete(records.checkpoint_key(folder, SEAL_NAME))
     _delete_files(run, folder)
-    lift(run.storage, place)
 
 
 def _hide(run: Run, place: Place, folder: str) -> None:
