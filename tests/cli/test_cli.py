@@ -355,6 +355,7 @@ def test_sizes_and_ages_are_for_people() -> None:
         ["doctor", "{run}"],
         ["pin", "{run}"],
         ["unpin", "{run}"],
+        ["release", "{run}"],
         ["prune", "{run}", "--keep-last", "1", "--dry-run"],
         ["advise", "--durable", "3s,3min,5min", "--mttf", "3h"],
         ["--help"],
@@ -368,7 +369,7 @@ def test_no_command_imports_torch_or_anything_else_that_is_heavy(run: Path, argu
         "try: run(sys.argv[2:])\n"
         "finally: print([name for name in sys.argv[1].split(',') if name in sys.modules], file=sys.stderr)"
     )
-    heavy = (*HEAVY, "numpy") if arguments[0] in ("ls", "pin", "unpin", "advise", "--help") else HEAVY
+    heavy = (*HEAVY, "numpy") if arguments[0] in ("ls", "pin", "unpin", "release", "advise", "--help") else HEAVY
     command = [sys.executable, "-c", code, ",".join(heavy), *(a.format(run=run) for a in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr

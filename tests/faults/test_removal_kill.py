@@ -29,6 +29,7 @@ CHANGES = (
     "create tombstone",
     "delete notice",
     "delete commit",
+    "delete quarantine",
     "delete seal",
     "delete data",
     "delete manifest",
@@ -53,6 +54,8 @@ def kind_of(path: str) -> str:
     folder, _, name = path.rpartition("/")
     if folder.endswith("/pins"):
         return "wish" if name == "leases.json" else "notice"
+    if folder.endswith("/quarantine"):
+        return "quarantine"
     if folder.endswith("/history"):
         return "tombstone" if "removed" in name else "commit"
     return {"seal.json": "seal", "manifest.hfm": "manifest"}.get(name, "data")

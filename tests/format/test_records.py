@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format import records
-from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Marker, Place, Record, Seal, SealDigest
+from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Fork, Marker, Place, Record, Seal, SealDigest
 
 HEX = "0123456789abcdef"
 PATH = "somewhere/record.json"
@@ -39,6 +39,17 @@ epochs = st.builds(
     created=seconds,
     world_size=st.integers(1, 10**6),
     incarnation=hex32,
+)
+forks = st.builds(Fork, run_id=hex32, place=places, step=counts, path=st.text())
+first_epochs = st.builds(
+    Epoch,
+    epoch=ordinals,
+    opened_from=st.none(),
+    why=st.just("start"),
+    created=seconds,
+    world_size=st.integers(1, 10**6),
+    incarnation=hex32,
+    forked_from=forks | st.just(msgspec.UNSET),
 )
 seals = st.builds(
     Seal,
@@ -68,7 +79,7 @@ def commits(draw: st.DrawFn) -> Commit:
     )
 
 
-any_record: st.SearchStrategy[Record] = st.one_of(markers, epochs, seals, commits())
+any_record: st.SearchStrategy[Record] = st.one_of(markers, epochs, first_epochs, seals, commits())
 
 EPOCH = Epoch(
     epoch=2, opened_from=Place(1, 7), why="resume", created=1.5, world_size=8, incarnation="0123456789abcdef" * 2
@@ -100,6 +111,35 @@ def altered(record: Record, old: str, new: str) -> bytes:
 @given(any_record)
 def test_what_was_encoded_is_decoded(record: Record) -> None:
     assert records.decode(records.encode(record), type(record), path=PATH) == record
+
+
+class EpochOfOld(Record, frozen=True, kw_only=True, tag="epoch"):
+    """An epoch's record as versions know it that have no forks."""
+
+    epoch: int
+    opened_from: Place | None
+    why: records.Why
+    created: float
+    world_size: int
+    incarnation: str
+
+
+@given(first_epochs)
+def test_a_version_without_forks_reads_an_epoch_that_has_one(epoch: Epoch) -> None:
+    found = records.decode(records.encode(epoch), EpochOfOld, path=PATH)
+    assert (found.epoch, found.why, found.incarnation) == (epoch.epoch, "start", epoch.incarnation)
+
+
+def test_an_epoch_without_a_fork_has_the_bytes_that_it_had_before_there_were_forks() -> None:
+    assert b"forked_from" not in records.encode(EPOCH)
+    same = EpochOfOld(**{name: getattr(EPOCH, name) for name in EpochOfOld.__struct_fields__})
+    assert records.encode(same) == records.encode(EPOCH)
+
+
+def test_only_an_epoch_that_begins_a_run_can_be_a_fork() -> None:
+    fork = Fork(run_id="ab" * 16, place=Place(1, 1), step=7, path="")
+    with pytest.raises(ValueError, match="another run"):
+        msgspec.structs.replace(EPOCH, forked_from=fork)
 
 
 @given(any_record)

@@ -386,4 +386,28 @@ STORAGE_MUTATIONS = [
         "            await_removals(self.storage, opened_from)\n",
         "            pass\n",
     ),
+    Mutation(  # a commit does not end the count of the jobs that resumed
+        "checkpointer/test_restart_loops.py::test_a_commit_ends_the_count",
+        "run/resumes.py",
+        "if each.newest_epoch >= committed)\n",
+        "if each.newest_epoch >= 0)\n",
+    ),
+    Mutation(  # a resume leaves no record
+        "checkpointer/test_restart_loops.py::test_all_ranks_know_the_count_and_are_refused_alike",
+        "run/resumes.py",
+        "            run.storage.create(key, records.encode(resume))\n",
+        "",
+    ),
+    Mutation(  # one node alone puts a checkpoint into quarantine
+        "run/test_quarantine.py::test_damage_that_one_node_alone_sees_puts_nothing_into_quarantine",
+        "run/second_reading.py",
+        '        if not _is_damaged(run, place, damage.path or ""):\n            return False\n',
+        "",
+    ),
+    Mutation(  # a damaged checkpoint counts as the newest whole one
+        "run/test_quarantine.py::test_it_is_not_the_newest_whole_checkpoint",
+        "run/retention.py",
+        "[commit for commit in lineage if commit.place not in shut]",
+        "lineage",
+    ),
 ]

@@ -111,6 +111,33 @@ def test_a_change_under_the_guard_does_not_reach_the_save_before_it(job: Names) 
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_checkpoint_that_three_jobs_have_resumed_in_vain_is_passed_over(job: Names) -> None:
+    state = job["state"]
+    assert isinstance(state, dict)
+    holdfast.save("runs/gpt", state, 6)
+    for _ in range(3):
+        holdfast.Checkpointer("runs/gpt", state, memory=None).restore()
+        start_new_job()
+    (code,) = (code for code in snippets("checkpointer") if "max_resumes" in code)
+    exec(code.replace("state,", "state, memory=None,"), job)
+    report, checkpointer = job["report"], job["checkpointer"]
+    assert isinstance(report, holdfast.RestoreReport)
+    assert isinstance(checkpointer, holdfast.Checkpointer)
+    assert report.step == 5
+    checkpointer.close()
+
+
+def test_a_fork_goes_on_at_the_step_after_the_checkpoint(job: Names) -> None:
+    holdfast.save("runs/gpt", {"model": nn.Linear(2, 2)}, 7)
+    (code,) = (code for code in snippets("checkpointer") if "fork=True" in code)
+    exec(code.replace("state,", "state, memory=None,"), job)
+    checkpointer = job["checkpointer"]
+    assert isinstance(checkpointer, holdfast.Checkpointer)
+    checkpointer.close()
+    assert [row.step for row in holdfast.ls("runs/other-rate")] == [6]
+    assert [row.step for row in holdfast.ls("runs/gpt")] == [7, 5]
+
+
 def test_a_signal_in_the_middle_of_a_step_leads_to_a_save_at_its_end(job: Names) -> None:
     def train(step: int) -> None:
         if step == 3:
@@ -212,7 +239,7 @@ def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
 
 
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 4, "data": 3, "loading": 3, "policies": 2, "publishing": 1, "retention": 1}
+    run = {"ddp": 2, "checkpointer": 6, "data": 3, "loading": 3, "policies": 2, "publishing": 1, "retention": 1}
     for guide in GUIDES.glob("*.md"):
         if guide.stem not in ELSEWHERE:
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name

@@ -37,6 +37,12 @@ def verify_checkpoint(
     return faults + _extra_files(checkpoint)
 
 
+def verify_file(checkpoint: Checkpoint, index: int) -> list[Fault]:
+    """Find the faults in one data file, of which every byte is read. Blocking, in bounded memory."""
+    with pipeline_pool() as pool:
+        return _verify_file(checkpoint, index, pool, lambda _: None)
+
+
 def _verify_file(
     checkpoint: Checkpoint, index: int, pool: BufferPool | None, progress: Callable[[int], None]
 ) -> list[Fault]:

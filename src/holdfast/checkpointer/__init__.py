@@ -33,6 +33,8 @@ from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
+from holdfast.checkpointer.option_checks import check_options
+from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
@@ -40,19 +42,19 @@ from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memor
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
+from holdfast.checkpointer.storage_save import save_through
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
-from holdfast.format.records import Place
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
-from holdfast.policy.keep import KeepPolicy, check_keep
+from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
 from holdfast.run.session import JOB, NEVER_LOADED
-from holdfast.saving import numbers_of, run_location, save_to_storage, whole
+from holdfast.saving import numbers_of, run_location, whole
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
@@ -82,9 +84,11 @@ class Checkpointer:
     slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
     skip it. `keep` says which checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the
     first rank deletes, in the background, the other ones on the head's lineage (default: all stay). `initial` is the
-    path of the checkpoint that a run without checkpoints begins with. `select` are globs of names, as in
-    `holdfast.save` and `holdfast.load`: only the names that they match are saved and restored. The `listeners` hear the
-    events of saves, restores and steps on this rank (`holdfast.observing` has some); training does not wait for them.
+    path of the checkpoint that a run without checkpoints begins with, at step 0, or at the step after it (`fork`).
+    `max_resumes` is the limit for jobs in a row that resume one checkpoint and commit no newer one (default: none).
+    `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and
+    restored. The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
+    training does not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -98,6 +102,8 @@ class Checkpointer:
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,
+        fork: bool = False,
+        max_resumes: int | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
         takeover: bool = False,
@@ -105,16 +111,18 @@ class Checkpointer:
         listeners: Sequence[EventListener] = (),
         timeout_s: float = 600.0,
     ) -> None:
-        if when_full not in ("wait", "skip"):
-            raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
-        if not isinstance(memory, Memory | None):
-            raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
-        if not isinstance(save, SavePolicy | None):
-            raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
-        check_keep(keep)
-        check_flag("takeover", takeover)
+        check_options(
+            memory=memory,
+            save=save,
+            keep=keep,
+            initial=initial,
+            fork=fork,
+            max_resumes=max_resumes,
+            takeover=takeover,
+            when_full=when_full,
+            timeout_s=timeout_s,
+        )
         check_group(group)
-        check_timeout(timeout_s)
         #: The run. From the first call on without links in its path, by which memory and turns know it (`_find_run`).
         self._run = run_location(run)
         self._is_found = False
@@ -137,6 +145,7 @@ class Checkpointer:
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
+        self._is_fork = fork
         self._observers = Observers(listeners, lambda: self._run, group)
         if memory is None and save is not None and any(part.needs_memory for part in save.parts()):
             raise no_memory(self._run.url)
@@ -148,6 +157,7 @@ class Checkpointer:
         self._was_preempted = False
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
+        self._own_resume = OwnResume(lambda: self._run, max_resumes)
 
     @outer(CHECKPOINTER_SAVE)
     def save(
@@ -189,8 +199,8 @@ class Checkpointer:
         handle = Handle(whole(step), memory_only=memory_only)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
-        listeners = handle.hear, SaveLog(handle).hear, self._pruning.listener(), *heard_by
-        machine = SaveMachine(handle.step, *listeners, memory_only=memory_only)
+        heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
+        machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by, memory_only=memory_only)
         with self._turn.taken("save"):
             begun_s = time.perf_counter()
             self._save(machine, metrics)
@@ -210,8 +220,18 @@ class Checkpointer:
                 return
             if machine.memory_only:
                 machine.skip(without_memory(machine.step))
-            else:
-                self._save_through(machine, numbers)
+                return
+            save_through(
+                machine,
+                self._guard,
+                self._run,
+                self._state,
+                metrics=numbers,
+                select=self._select,
+                group=self._group,
+                takeover=self._takeover,
+                timeout_s=self._limit_s,
+            )
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise
@@ -223,8 +243,8 @@ class Checkpointer:
     def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
         """Fill the state from the newest checkpoint on the run's lineage: from the memory of the nodes if it is there,
         else from storage. If the run has no checkpoint, this changes nothing, or loads the `initial` checkpoint, and
-        ``report.next_step`` is 0; but a path that cannot become a run, and a state that cannot be saved, are errors
-        already now.
+        ``report.next_step`` is 0 (or that of the fork); but a path that cannot become a run, and a state that cannot be
+        saved, are errors already now.
 
         With `at`, such as ``"step=700"`` or the place ``"3.12"``, fill it from that checkpoint in storage. The next
         save continues from there, which makes it a rollback: later checkpoints stay, but the head does not descend
@@ -233,9 +253,15 @@ class Checkpointer:
         If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
         checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
 
+        ``report.earlier_resumes`` counts the jobs that resumed the same checkpoint before, if none has committed a
+        newer one since; a job that ends in an orderly way (`close`) does not count. The log warns from the third job
+        on. A checkpoint that `max_resumes` jobs have resumed is refused, or passed over with `fallback`; one that `at`
+        names never is.
+
         Raises what `holdfast.load` raises; where there is nothing to restore, the `ConfigurationError`, `StorageError`
         or `StateError` that the first save would raise; and `ConfigurationError`: code ``config.closed``, after
-        `close`; ``config.nested``, as `save`; ``config.path``, where `at` selects nothing.
+        `close`; ``config.nested``, as `save`; ``config.path``, where `at` selects nothing; ``config.restart_loop``,
+        where the limit `max_resumes` is reached.
         """
         refuse_nested(CHECKPOINTER_RESTORE)
         self._require_open("restore")
@@ -257,11 +283,15 @@ class Checkpointer:
                     verify=verify,
                     fallback=fallback,
                     timeout_s=self._timeout_s,
+                    resumes=self._own_resume.begin(is_chosen=at is not None),
                     at=None if at is None else selected(self._run, at),
                     initial=self._initial,
+                    is_fork=self._is_fork,
                 )
-            except IncompatibleError as error:
-                error.action = with_load(error.action, self._run)
+            except HoldfastError as error:
+                self._own_resume.fail(error)
+                if isinstance(error, IncompatibleError):
+                    error.action = with_load(error.action, self._run)
                 raise
             report = self._restored = restored.report
             if self._loop is not None and report.load is not None:
@@ -407,6 +437,7 @@ class Checkpointer:
                 self._wait_before_the_end(left_s)
             else:
                 self._wait(self._timeout_s)
+            self._own_resume.end(left_s)
         finally:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
@@ -520,27 +551,6 @@ class Checkpointer:
         """Forget the handles of saves that have become durable or have failed."""
         for handle in [handle for handle in self._handles if handle.durable.is_over]:
             self._handles.remove(handle)
-
-    def _save_through(self, machine: SaveMachine, metrics: dict[str, float]) -> None:
-        """Save to storage, and return when the checkpoint is committed."""
-        machine.begin("storage", is_first_rank=self._is_first_rank)
-        hold = self._guard.hold(timeout_s=self._limit_s)
-        try:
-            report = save_to_storage(
-                self._run,
-                self._state,
-                machine.step,
-                numbers=metrics,
-                select=None if self._select is None else Globs(self._select),
-                group=self._group,
-                takeover=self._takeover,
-                timeout_s=self._limit_s,
-            )
-        finally:
-            hold.drop()
-        machine.put(Place.parse(report.place))
-        machine.stage(report.written_nbytes)
-        machine.commit(report.written_nbytes, seconds=report.seconds)
 
     @property
     def _limit_s(self) -> float:

@@ -75,6 +75,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     (empty: every rank can read all files). `manifest` is for nodes that hold no file of the checkpoint and so lack its
     manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the run yet.
 
+    `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, and
     those that somebody removed from storage before they were committed.
     `let_go` are checkpoints of another history than the one in storage."""
@@ -88,6 +89,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     is_all: bool = False
     given_up: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
+    earlier_resumes: int = 0
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.reports import LoadReport
+from holdfast.wording import count
 
 #: The tier that a checkpoint was read from, or that a save writes to.
 Tier = Literal["node memory", "storage"]
@@ -13,17 +14,21 @@ Tier = Literal["node memory", "storage"]
 
 @dataclass(frozen=True, repr=False)
 class RestoreReport:
-    """The restored checkpoint: its `step` (None: the run had no checkpoint yet), its `place`, and the `tier` that it
-    was read from ("node memory" or "storage").
+    """The restored checkpoint: its `step`, its `place` (both None: the run had no checkpoint yet), and the `tier` that
+    it was read from ("node memory" or "storage"). The first job of a run that forks another one has the step of that
+    run's checkpoint, and no place.
 
     The loop continues at ``next_step``. `load` is the report of the load itself; where the run had no checkpoint yet,
-    that of the `initial` checkpoint of another run, or None.
+    that of the `initial` checkpoint of another run, or None. `earlier_resumes` is the number of jobs that resumed the
+    same checkpoint before, without a newer one having been committed since; a job that ended in an orderly way does not
+    count.
     """
 
     step: int | None
     place: str | None
     tier: Tier | None
     load: LoadReport | None
+    earlier_resumes: int = 0
 
     @property
     def next_step(self) -> int:
@@ -35,4 +40,7 @@ class RestoreReport:
             return "<RestoreReport: there was nothing to restore; the next step is 0>"
         if self.step is None:
             return f"<RestoreReport of a new run, which begins with {self.load!r}; the next step is 0>"
-        return f"<RestoreReport from {self.tier}: {self.load!r}>"
+        if self.place is None:
+            return f"<RestoreReport of a new run, which is a fork: {self.load!r}>"
+        again = f", which {count(self.earlier_resumes, 'earlier job')} resumed in vain" if self.earlier_resumes else ""
+        return f"<RestoreReport from {self.tier}{again}: {self.load!r}>"

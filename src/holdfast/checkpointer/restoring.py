@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
@@ -24,12 +25,12 @@ from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import default_channel, group_ranks
+from holdfast.control.torch_store import default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.records import Place, Seal
+from holdfast.format.records import Fork, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
@@ -41,9 +42,11 @@ from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, slot_names
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
-from holdfast.run.history import Run
+from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import Selection, parse
-from holdfast.store.base import Location
+from holdfast.run.resumes import ResumeLimit
+from holdfast.run.session import JOB
+from holdfast.store.base import Location, Store
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -74,15 +77,18 @@ def restore(
     verify: bool,
     fallback: bool,
     timeout_s: float,
+    resumes: ResumeLimit,
     at: Selection | None = None,
     initial: Selection | None = None,
+    is_fork: bool = False,
 ) -> Restored:
     """Fill `state` from the newest checkpoint of `run`, or from the one that `at` selects. In a run without any,
-    fill it from the `initial` checkpoint of another run. Collective over `group`. See `Checkpointer.restore`."""
+    fill it from the `initial` checkpoint of another run, whose steps it continues if it `is_fork`. `resumes` records
+    which checkpoint this job resumes. Collective over `group`. See `Checkpointer.restore`."""
     damage: HoldfastError | None = None
     if node_dir is not None and at is None:
         try:
-            options = Options(select, verify=verify, continues=True)
+            options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes)
             restored = _from_memory(run, state, node_dir, group, options, timeout_s=timeout_s)
         except HoldfastError as error:
             if not is_damage(error) and not is_unusable(error):
@@ -93,7 +99,7 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        options = Options(select, fallback=fallback, verify=verify, continues=True)
+        options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes)
         report = load_from_storage(at or parse(run), state, options, group=group, timeout_s=timeout_s)
     except NotFoundError as error:
         if at is not None or error.code not in ("not_found.run", "not_found.head"):
@@ -108,8 +114,22 @@ def restore(
             return Restored(RestoreReport(None, None, None, None))
         options = Options(select, fallback=fallback, verify=verify, continues=False)
         report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
-        return Restored(RestoreReport(None, None, "storage", report))
-    return Restored(RestoreReport(report.step, report.place, "storage", report))
+        if is_fork and group_ranks(group)[0] == global_rank():
+            _note_fork(run, initial, report, timeout_s=timeout_s)
+        return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
+    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+
+
+def _note_fork(run: Location, initial: Selection, report: LoadReport, *, timeout_s: float) -> None:
+    """Remember, for the first epoch of the run, which checkpoint it goes on from."""
+    with TimedStore(open_store(initial.location), timeout_s=timeout_s) as source:
+        if is_folder(source):
+            run_id = Checkpoint(resolve(initial, source).sealed).manifest.body.run_id
+        else:
+            run_id = Run.open(source).run_id
+    with TimedStore(open_store(run), timeout_s=timeout_s) as storage:
+        fork = Fork(run_id=run_id, place=Place.parse(report.place), step=report.step, path=report.path)
+        JOB.note_fork(storage.resolved(), fork)
 
 
 def drop_parts(
@@ -157,9 +177,12 @@ def _from_memory(
 ) -> Restored | None:
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
-    with _looked_at(run, node_dir, channel, deadline) as (folder, slots, chosen):
+    resumes = options.resumes
+    assert resumes is not None
+    with _looked_at(run, node_dir, channel, deadline, options=options) as (folder, slots, chosen):
         if not chosen.seal:
             return None
+        resumes.earlier = chosen.earlier_resumes
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         _promote(slots, seal.checkpoint_id)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
@@ -171,16 +194,23 @@ def _from_memory(
         channel.await_readers(deadline)
         restored = RestoredCheckpoint(run_opened.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
-        return Restored(RestoreReport(report.step, report.place, "node memory", report), uncommitted, seal.place)
+        told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
+        return Restored(told, uncommitted, seal.place)
 
 
 @contextmanager
 def _looked_at(
-    run: Location, node_dir: Path, channel: Channel, deadline: Deadline, clearing: Clearing | None = None
+    run: Location,
+    node_dir: Path,
+    channel: Channel,
+    deadline: Deadline,
+    clearing: Clearing | None = None,
+    options: Options | None = None,
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
     """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
     and slots, and the choice. Gives up checkpoints of which memory has only a part (`Clearing` says which others), and
-    lets go of those of another history. Collective."""
+    lets go of those of another history. With the `options` of a restore, records that this job resumes the checkpoint.
+    Collective."""
     with ExitStack() as stack:
 
         def look() -> _NodeMemory:
@@ -197,7 +227,7 @@ def _looked_at(
                 _let_go(folder, slots, chosen.let_go)
 
         node = attempt(look)
-        chosen = _choose(run, node, channel, deadline, clearing)
+        chosen = _choose(run, node, channel, deadline, clearing, options)
         folder, slots, _ = done(node)
         if chosen.given_up or chosen.let_go:
             channel.confirm("inventory", attempt(give_up), deadline)
@@ -213,7 +243,12 @@ class _NodeMemory(NamedTuple):
 
 
 def _choose(
-    run: Location, node: _NodeMemory | Exception, channel: Channel, deadline: Deadline, clearing: Clearing | None
+    run: Location,
+    node: _NodeMemory | Exception,
+    channel: Channel,
+    deadline: Deadline,
+    clearing: Clearing | None,
+    options: Options | None,
 ) -> Chosen:
     """Choose the checkpoint that all ranks restore from memory. Collective."""
     survey = Survey(clearing)
@@ -221,11 +256,12 @@ def _choose(
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
         survey.look(done(node).folder, inventories)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
-            return survey.answer(storage)
+            answer = survey.answer(storage)
+            return _resumed(answer, storage, options) if isinstance(answer, Chosen) else answer
 
     def choose_when_told(told: Sequence[list[Generation]]) -> Chosen:
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
-            return survey.answer_when_told(storage, told)
+            return _resumed(survey.answer_when_told(storage, told), storage, options)
 
     mine = told(node, lambda node: node.inventory)
     answer: Chosen | Unknown = channel.exchange(
@@ -235,6 +271,25 @@ def _choose(
         return answer
     known = attempt(partial(known_of, done(node).folder, answer, rank=channel.rank))
     return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
+
+
+def _resumed(chosen: Chosen, storage: Store, options: Options | None) -> Chosen:
+    """Record on the first rank that this job resumes the `chosen` checkpoint. If too many jobs have, returns the choice
+    of none: the restore then falls back to storage, if it may.
+
+    Raises:
+        ConfigurationError: too many jobs have, and it may not fall back (``config.restart_loop``).
+    """
+    if not chosen.seal or options is None or options.resumes is None:
+        return chosen
+    run, place = Run.open(storage), records.decode(chosen.seal, Seal, path=chosen.folder).place
+    if not options.fallback:
+        options.resumes.check(run, place)
+    elif (objection := options.resumes.objection(run, place)) is not None:
+        _log.warning("checkpoint %s ends the jobs that resume it, restoring from storage: %s", place, objection)
+        return msgspec.structs.replace(chosen, seal=b"")
+    earlier = options.resumes.begin(run, place, chosen.epoch)
+    return msgspec.structs.replace(chosen, earlier_resumes=earlier)
 
 
 def _load(

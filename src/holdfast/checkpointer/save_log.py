@@ -15,6 +15,7 @@ from holdfast.checkpointer.events import (
 )
 from holdfast.checkpointer.handle import Handle
 from holdfast.phases import LOG
+from holdfast.run.resumes import WARNED_FROM
 
 _log = logging.getLogger(__name__)
 
@@ -65,5 +66,18 @@ def log_restored(event: StateRestored) -> None:
     if report.step is None:
         state = "" if report.load is None else f" with the state of {report.load.path}"
         LOG.info("there is nothing to restore in '%s' yet: training begins at step 0%s", event.run, state)
+    elif report.place is None and report.load is not None:
+        what = "there is nothing to restore in '%s' yet: it is a fork of %s, and training goes on at step %d"
+        LOG.info(what, event.run, report.load.path, report.next_step)
     elif report.tier == "node memory" and report.load is not None:
         LOG.info("restored from node memory: %s", report.load.summary)
+    if report.earlier_resumes >= WARNED_FROM:
+        _log.warning(
+            "%d jobs have resumed step %s (place %s) of '%s' before this one, and none has committed a newer "
+            "checkpoint. If something in it, or in the data after it, ends them: their logs say what. "
+            "restore(at='step=...') goes back to an older one, and max_resumes limits such restarts.",
+            report.earlier_resumes,
+            report.step,
+            report.place,
+            event.run,
+        )

@@ -97,7 +97,10 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Check all committed checkpoints of the run.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a checkpoint for damage. Verifies files, sizes, headers and values; with --deep every byte."""
+    """Check a checkpoint for damage. Verifies files, sizes, headers and values; with --deep every byte.
+
+    With --deep, it takes a checkpoint that it finds whole out of quarantine.
+    """
     from holdfast.cli.verify import verify
 
     if not verify(path, deep=deep, every=every, as_json=as_json):
@@ -436,6 +439,14 @@ def unpin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
     from holdfast.cli.pin import unpin
 
     unpin(paths, as_json=as_json)
+
+
+@app.command()
+def release(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
+    """Take checkpoints out of quarantine, unread. After a repair, verify --deep does so once it has read them."""
+    from holdfast.cli.release import release
+
+    release(paths, as_json=as_json)
 
 
 @app.command()

@@ -13,12 +13,13 @@ from rich.text import Text
 from holdfast.checkpoint.fault import Fault
 from holdfast.cli.screen import Listing, age, console, metrics_text, print_json, say, when
 from holdfast.errors import CorruptError, NotFoundError, printable
-from holdfast.format.records import Diverged
+from holdfast.format.records import Diverged, Fork
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
-from holdfast.run.listing import UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint
+from holdfast.run.listing import UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint, fork_of
 from holdfast.run.lost_head import lost_head
+from holdfast.run.resumes import WARNED_FROM
 from holdfast.wording import count
 
 
@@ -27,7 +28,7 @@ class LsDocument(msgspec.Struct, frozen=True):
 
     `lineage` is the head and its ancestors, newest first; `abandoned` are all other checkpoints; `findings` are the
     records that cannot be read. `uncommitted` is a text about a sealed checkpoint beyond the head that has no commit,
-    or null.
+    or null. `forked_from` is the checkpoint of another run that this one went on from, or null.
     """
 
     run: str
@@ -36,6 +37,7 @@ class LsDocument(msgspec.Struct, frozen=True):
     abandoned: list[ListedCheckpoint]
     findings: list[Fault]
     uncommitted: str | None = None
+    forked_from: Fork | None = None
 
 
 def ls(run: str, *, as_json: bool) -> bool:
@@ -44,7 +46,8 @@ def ls(run: str, *, as_json: bool) -> bool:
     listing = HistoryReader(found)
     lineage, others = listing.lineage(), listing.others()  # both add to `listing.faults`
     faults = list(dict.fromkeys(map(Fault.of, listing.faults)))
-    document = LsDocument(found.storage.location.url, found.run_id, lineage, others, faults, _uncommitted(found))
+    root, fork = found.storage.location.url, fork_of(found)
+    document = LsDocument(root, found.run_id, lineage, others, faults, _uncommitted(found), fork)
     if as_json:
         print_json(document)
     else:
@@ -67,6 +70,9 @@ def _show(document: LsDocument, name: str) -> None:
         screen.print(_table(document.lineage))
     elif not document.findings:
         say(screen, f"{name}: no checkpoint has been committed yet.")
+    if document.forked_from is not None:
+        fork = document.forked_from
+        say(screen, f"\na fork of step {fork.step} at {fork.place} of run {fork.run_id}: {printable(fork.path)}")
     for reason, group in groupby(document.abandoned, key=lambda row: row.abandoned):
         rows = list(group)
         title = UNKNOWN_LINEAGE if reason == UNKNOWN_LINEAGE else f"abandoned when {reason}"
@@ -92,6 +98,8 @@ def _table(rows: list[ListedCheckpoint]) -> Listing:
     now = time.time()
     optional = {
         "pinned": ["pinned" if row.pinned else "" for row in rows],
+        "quarantine": ["damaged" if row.quarantined else "" for row in rows],
+        "resumed in vain": [f"{row.resumes} times" if row.resumes >= WARNED_FROM else "" for row in rows],
         "metrics": [metrics_text(row.metrics) for row in rows],
         "diverged": [_names(row.diverged) for row in rows],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -15,13 +16,14 @@ from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.cli.screen import console, counting, print_json, say
-from holdfast.errors import CorruptError, HoldfastError, NotFoundError, printable
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError, printable
 from holdfast.format.records import Place
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.epoch_faults import epoch_faults
 from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import parse
+from holdfast.run.quarantine import HARMLESS, lift
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
@@ -33,7 +35,8 @@ _STRUCTURE = "files, sizes, headers and values checked; --deep reads the tensors
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The report on one checkpoint: its content as far as verified, and its faults.
 
-    Where its records cannot be read, only `path` and `findings` are known, and perhaps `place` and `step`.
+    `released` says whether it was in quarantine until now. Where its records cannot be read, only `path` and `findings`
+    are known, and perhaps `place` and `step`.
     """
 
     path: str
@@ -45,6 +48,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     deep: bool = False
     seconds: float = 0.0
     findings: list[Fault]
+    released: bool = False
 
 
 class VerifyDocument(msgspec.Struct, frozen=True):
@@ -135,6 +139,7 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
     nbytes = sum(file.nbytes for file in seal.files)
     with counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
         faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
+    is_whole = deep and all(fault.code in HARMLESS for fault in faults)
     return Report(
         path=checkpoint.folder,
         place=str(seal.place),
@@ -145,7 +150,17 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
         deep=deep,
         seconds=time.monotonic() - start,
         findings=faults,
+        released=is_whole and _released(sealed),
     )
+
+
+def _released(sealed: Sealed) -> bool:
+    """Take a checkpoint that is whole out of quarantine. Returns False where it was not in quarantine, and where this
+    process may not write into the run."""
+    if sealed.commit is not None:
+        with suppress(StorageError):
+            return lift(sealed.storage, sealed.commit.place)
+    return False
 
 
 def _unreadable(path: str, error: HoldfastError, *, place: str | None = None, step: int | None = None) -> Report:
@@ -167,6 +182,8 @@ def _show(report: Report, *, brief: bool) -> None:
     checked = "" if brief and report.num_files else f"; {_checked(report)}"
     say(screen, Text.assemble(verdict, f": {name}{contents}{checked}"))
     _show_faults(report.findings)
+    if report.released:
+        say(screen, "  it was in quarantine, because a load had found it damaged; now loads take it again")
 
 
 def _show_faults(faults: Sequence[Fault]) -> None:

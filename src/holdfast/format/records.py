@@ -91,8 +91,19 @@ class Marker(Record, frozen=True, kw_only=True, tag="marker"):
     created: Seconds
 
 
+class Fork(msgspec.Struct, frozen=True):
+    """The checkpoint of another run that a run went on from: the id of that run, its place and its step. `path` is
+    where it was then, for people."""
+
+    run_id: Hex32
+    place: Place
+    step: Count
+    path: str
+
+
 class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
-    """One incarnation of the job on a run. `incarnation` is random: it tells which job won a race for the number."""
+    """One incarnation of the job on a run. `incarnation` is random: it tells which job won a race for the number. An
+    epoch that began with the checkpoint of another run may say so (`forked_from`)."""
 
     epoch: Ordinal
     opened_from: Place | None
@@ -100,8 +111,11 @@ class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
     created: Seconds
     world_size: Ordinal
     incarnation: Hex32
+    forked_from: Fork | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
+        if self.forked_from is not msgspec.UNSET and self.why != "start":
+            raise ValueError(f"an epoch with why {self.why!r} must not name a checkpoint of another run")
         if self.opened_from is not None and self.opened_from.epoch >= self.epoch:
             raise ValueError(f"epoch {self.epoch} cannot be opened from {self.opened_from}")
         if self.why == "start" and self.opened_from is not None:
@@ -315,7 +329,12 @@ def _unknown(what: str, *, path: str) -> IncompatibleError:
 
 def epoch_key(epoch: int) -> str:
     """The key of the record of `epoch`."""
-    return f"{EPOCHS}/{_count_down(epoch)}.json"
+    return f"{EPOCHS}/{epoch_name(epoch)}"
+
+
+def epoch_name(epoch: int) -> str:
+    """The file name in ``epochs/`` of the record of `epoch`."""
+    return f"{_count_down(epoch)}.json"
 
 
 def parse_epoch_name(name: str) -> int | None:

@@ -40,6 +40,8 @@ from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.leases import ReadLease, leased
 from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
+from holdfast.run.resumes import ResumeLimit
+from holdfast.run.second_reading import remember_damage
 from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
@@ -187,6 +189,7 @@ class Options:
         device: str | torch.device | None = None,
         memory: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
+        resumes: ResumeLimit | None = None,
     ) -> None:
         self._select = select
         if isinstance(cast, torch.dtype):
@@ -203,6 +206,8 @@ class Options:
         self.fallback = fallback
         self.verify = verify
         self.continues = continues
+        #: The record of this resume, and its limit; None for a load that resumes no run.
+        self.resumes = resumes
         self.device = None if device is None else torch.device(device)
         least = f"at least {MIN_MEMORY_NBYTES} bytes are needed"
         self.memory_budget = checked_number("memory_budget", memory, least=MIN_MEMORY_NBYTES, reason=least)
@@ -241,12 +246,14 @@ def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint that all ranks load: its place in the run (None for a folder outside any history) and its id, the
-    newest epoch of the run before the look-up, and the checkpoints that were skipped."""
+    newest epoch of the run before the look-up, the checkpoints that were skipped, and the number of jobs that resumed
+    it before."""
 
     place: Place | None
     checkpoint_id: str
     epoch: int | None
     skipped: tuple[Skipped, ...]
+    earlier_resumes: int = 0
 
 
 class Opened(NamedTuple):
@@ -305,6 +312,8 @@ class Loading:
         while True:
             with self._watch.phase("resolve"):
                 resolved = self._resolve(target, skipped)
+            if self._options.resumes is not None:
+                self._options.resumes.earlier = resolved.earlier_resumes
             if resolved.place is None and self._options.continues:
                 raise _outside(target)
             try:
@@ -322,6 +331,8 @@ class Loading:
                     error.action = self._advice(target, skipped, error.action)
                     raise
                 self._warn(skipped[-1:])
+                if self._located is not None and self._located.run is not None:  # on rank 0
+                    remember_damage(self._storage, self._located.run, resolved.place, error)
 
     def end_lease(self) -> None:
         """Let the checkpoint that was read be deleted."""
@@ -492,7 +503,8 @@ class Loading:
             self._warn(passed[len(skipped) :])
             self._warn_of_lost_head(target, located)
             place = None if commit is None else commit.place
-            return _Resolved(place, seal.checkpoint_id, located.epoch, passed)
+            earlier = self._begin_resume(located)
+            return _Resolved(place, seal.checkpoint_id, located.epoch, passed, earlier)
 
         self._located = None
         try:
@@ -504,8 +516,17 @@ class Loading:
 
     def _find(self, target: Selection, skipped: tuple[Skipped, ...]) -> tuple[Located, tuple[Skipped, ...]]:
         if self._options.fallback and not is_folder(self._storage):
-            return resolve_sound(target, self._storage, skipped)
+            return resolve_sound(target, self._storage, skipped, self._options.resumes)
         return resolve(target, self._storage), ()
+
+    def _begin_resume(self, located: Located) -> int:
+        """Record on rank 0 that this job resumes a checkpoint, if it does; returns how many jobs did so before."""
+        resumes, run, commit = self._options.resumes, located.run, located.sealed.commit
+        if resumes is None or run is None or commit is None:
+            return 0
+        if not self._options.fallback:
+            resumes.check(run, commit.place)
+        return resumes.begin(run, commit.place, located.epoch or 0)
 
     def _advice(self, target: Selection, skipped: tuple[Skipped, ...], action: str) -> str:
         """The advice about a damaged checkpoint: the next older one that loads, which rank 0 looks for."""
@@ -528,7 +549,8 @@ class Loading:
     def _warn(self, skipped: Sequence[Skipped]) -> None:
         if self._channel.rank == 0:
             for one in skipped:
-                _log.warning("checkpoint %s is damaged, falling back to an older one: %s", one.place, one.reason)
+                what = "is damaged" if one.is_damaged else "ends the jobs that resume it"
+                _log.warning("checkpoint %s %s, falling back to an older one: %s", one.place, what, one.reason)
 
     def _warn_of_lost_head(self, target: Selection, located: Located) -> None:
         """Warn where a checkpoint beyond the head of a run, which this loads, has no commit."""

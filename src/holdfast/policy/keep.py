@@ -23,13 +23,15 @@ from holdfast.wording import count
 HEAD = "it is the head"
 VERIFIED = "it is the newest checkpoint that was verified"
 UNVERIFIED = "it is newer than the newest checkpoint that was verified"
+#: What is added to a policy's reason for a checkpoint in quarantine.
+NOT_COUNTED = "but it is in quarantine, so the policy does not count it"
 #: The reason for all of them while a policy cannot judge.
 UNJUDGED = "a policy cannot judge yet"
 
 
 class CheckpointFacts(NamedTuple):
     """The facts about one committed checkpoint. `created` is in unix seconds; `held` are the reasons why it stays,
-    whatever a policy says."""
+    whatever a policy says. `is_quarantined`: it was found to be damaged in storage."""
 
     place: Place
     step: int
@@ -37,6 +39,7 @@ class CheckpointFacts(NamedTuple):
     nbytes: int
     metrics: Mapping[str, float]
     held: tuple[str, ...] = ()
+    is_quarantined: bool = False
 
 
 class PolicyProblem(NamedTuple):
@@ -275,15 +278,21 @@ def decide(
     """Choose what stays of `lineage`, the head and its ancestors, newest first.
 
     `verified` is the newest checkpoint of the lineage whose files were all found, in their sealed sizes; None where
-    there is none: then nothing goes. `now` is in unix seconds.
+    there is none: then nothing goes. `now` is in unix seconds. The policy chooses among the checkpoints that are not in
+    quarantine. One in quarantine stays as long as the policy would keep it if it were sound.
     """
     parts = parts_of(policy)
     reasons: dict[Place, list[str]] = {facts.place: list(facts.held) for facts in lineage}
     for place, reason in _guarded(lineage, verified):
         reasons[place].append(reason)
+    sound = [facts for facts in lineage if not facts.is_quarantined]
+    shut = {facts.place for facts in lineage if facts.is_quarantined}
     for part in parts:
-        for place, reason in part.wanted(lineage, now=now).items():
+        for place, reason in part.wanted(sound, now=now).items():
             reasons[place].append(reason)
+        for place, reason in part.wanted(lineage, now=now).items() if shut else ():
+            if place in shut:
+                reasons[place].append(f"{reason}, {NOT_COUNTED}")
     doomed = [facts for facts in lineage if not reasons[facts.place]]
     problems = tuple(problem for part in parts if (problem := part.problem(lineage)) is not None)
     if any(problem.blocks for problem in problems):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -18,16 +18,23 @@ from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.hold_records import PINS, is_pins_name
+from holdfast.format.quarantine_records import QUARANTINE, quarantine_key
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
+from holdfast.format.resume_records import RESUMES, parse_resume_name
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
 from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.lost_marker import make_marker_anew, probable_marker
+from holdfast.run.paths import Selection
+from holdfast.run.quarantine import in_quarantine, reason_of
 from holdfast.run.removal import abandon, remove_place
 from holdfast.run.save_requests import REQUESTS, is_request_name
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
+
+#: The folders of a run.
+_FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE)
 
 
 class Watch(Protocol):
@@ -73,6 +80,7 @@ def examine(run: Run, *, deep: bool = False, watch: Watch = unwatched) -> list[F
         *_names(run),
         *_epochs(run, known),
         *_commits(run, known, deep=deep, watch=watch),
+        *_quarantined(run, known),
         *_folders(run, known, deep=deep),
         *(finding for _, finding in _leftovers(run)),
     ]
@@ -158,7 +166,7 @@ def _marker(run: Run) -> Iterator[Finding]:
 
 def _names(run: Run) -> Iterator[Finding]:
     """Names that do not belong to a run."""
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS):
+    for folder in ("", *_FOLDERS):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
                 path = run.storage.path(f"{folder}/{name}" if folder else name)
@@ -180,7 +188,11 @@ def _is_ours(folder: str, name: str) -> bool:
         return is_request_name(name)
     if folder == PINS:
         return is_pins_name(name)
-    return name in (MARKER_KEY, CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS)
+    if folder == QUARANTINE:
+        return records.parse_commit_name(name) is not None
+    if folder == RESUMES:
+        return parse_resume_name(name) is not None
+    return name in (MARKER_KEY, *_FOLDERS)
 
 
 def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
@@ -256,6 +268,17 @@ def _commits(run: Run, known: RunRecords, *, deep: bool, watch: Watch) -> Iterat
                 yield _lost(commit, fault.path, fault.message)
 
 
+def _quarantined(run: Run, known: RunRecords) -> Iterator[Finding]:
+    """Committed checkpoints in quarantine."""
+    for place in sorted(in_quarantine(run.storage) & known.commits.keys(), reverse=True):
+        name = Selection(run.storage.location, place=place)
+        text = (
+            f"Loads with fallback=True pass over checkpoint {place}: {reason_of(run.storage, place)} If you have "
+            f"restored its files from another copy, 'holdfast verify --deep {name}' lifts the quarantine."
+        )
+        yield Finding("commit.quarantined", run.storage.path(quarantine_key(place)), text, "none")
+
+
 def _lost(commit: Commit, path: str, what: str) -> Finding:
     text = (
         f"{what} Checkpoint {commit.place} (step {commit.step}) was committed, and damaged later; or this copy of the "
@@ -284,7 +307,7 @@ def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
     """Temporary files, of dead writers or of writers still at work, each with its key."""
     storage, root = run.storage, run.storage.path("x").removesuffix("/x")
     checkpoints = (f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))
-    for folder in ("", CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, *checkpoints):
+    for folder in ("", *_FOLDERS, *checkpoints):
         names = storage.leftovers(folder)
         old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
         for name in names:

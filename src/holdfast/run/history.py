@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final, NoReturn, TypeVar
 
+import msgspec
+
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
-from holdfast.format.records import Commit, Epoch, Marker, Place, Record, Seal, Why
+from holdfast.format.records import Commit, Epoch, Fork, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.holds import await_removals
 from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some, some_quoted
@@ -204,7 +206,14 @@ class Run:
         return self._find_step(step)
 
     def open_epoch(
-        self, *, after: int, opened_from: Place | None, why: Why, world_size: int, incarnation: str | None = None
+        self,
+        *,
+        after: int,
+        opened_from: Place | None,
+        why: Why,
+        world_size: int,
+        incarnation: str | None = None,
+        forked_from: Fork | None = None,
     ) -> Epoch:
         """Make the caller the owner of the run, durably, by creating epoch ``after + 1``.
 
@@ -212,7 +221,7 @@ class Run:
         run loses, with `FencedError`, code ``fenced.lost_race``. `opened_from` must be committed. It may have been
         removed since: a job that has its state continues from that, and until the job's first commit the checkpoint
         before it is the head. If it is there on return, nobody removes it before that commit. A process recognises its
-        own record by `incarnation` (default: a new one).
+        own record by `incarnation` (default: a new one). `forked_from` is the checkpoint of another run that it has.
         """
         # Commits of an epoch without a record would become those of the new epoch.
         self._proven(after, self.history())
@@ -228,6 +237,7 @@ class Run:
             created=records.now(),
             world_size=world_size,
             incarnation=incarnation or secrets.token_hex(16),
+            forked_from=forked_from or msgspec.UNSET,
         )
         if not self.storage.create(records.epoch_key(mine.epoch), records.encode(mine)):
             # A store that repeated a request after serving it reports our own record as existing: check whose it is.

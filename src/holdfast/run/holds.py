@@ -83,7 +83,7 @@ class Holds(NamedTuple):
         """The reasons why the checkpoint at `place` must stay."""
         until_s = max((lease.time_s for lease in self.leases if lease.place == place), default=None)
         pin = ("it is pinned",) if place in self.pinned else ()
-        return pin if until_s is None else (*pin, f"a reader uses it, until {_clock(until_s)} UTC at the latest")
+        return pin if until_s is None else (*pin, f"a reader uses it, until {clock(until_s)} UTC at the latest")
 
 
 def check_unheld(storage: Store, place: Place) -> None:
@@ -145,7 +145,7 @@ def create_lease(storage: Store, place: Place, *, lasting_s: float) -> str:
     """Create the lease of a reader that lasts for `lasting_s`, and return its key. Raises `StorageError` where the
     reader may not write into the run."""
     until_s = min(time.time() + lasting_s, float(records.LAST_S))
-    lease = Lease(place=place, until=until_s, holder=_holder())
+    lease = Lease(place=place, until=until_s, holder=holder())
     key = lease_key(lease, secrets.token_hex(8))
     storage.create(key, records.encode(lease))
     return key
@@ -177,7 +177,7 @@ def _held(storage: Store, place: Place, code: str, why: str, action: str) -> Con
 
 
 def _created_notice(storage: Store, place: Place) -> str:
-    notice = RemovalNotice(place=place, created=records.now(), holder=_holder())
+    notice = RemovalNotice(place=place, created=records.now(), holder=holder())
     key = notice_key(notice, secrets.token_hex(8))
     storage.create(key, records.encode(notice))
     return key
@@ -189,9 +189,11 @@ def _notices(storage: Store, place: Place) -> set[str]:
     return {name for name, hold in found if hold is not None and hold.kind == "removing" and hold.place == place}
 
 
-def _holder() -> str:
+def holder() -> str:
+    """The machine and the process, for messages."""
     return f"{socket.gethostname()}, process {os.getpid()}"
 
 
-def _clock(unix_s: int) -> str:
+def clock(unix_s: int) -> str:
+    """A time in unix seconds as text for people, in UTC."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(min(unix_s, records.LAST_S)))

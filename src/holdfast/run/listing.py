@@ -7,11 +7,14 @@ from contextlib import suppress
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError
-from holdfast.format.records import Commit, Diverged, Epoch, Place
+from holdfast.format.records import Commit, Diverged, Epoch, Fork, Place
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
+from holdfast.run.quarantine import in_quarantine
+from holdfast.run.resumes import ResumeCounts
 
 UNKNOWN_LINEAGE: Final = "unknown whether the head descends from these"
 
@@ -20,7 +23,9 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     """One checkpoint of a run. `abandoned` says which epoch abandoned it; it is empty on the lineage of the head.
 
     `place` is such as ``3.12``, `created` in unix seconds, `nbytes` the size of its data, `folder` its name in
-    ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it.
+    ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it. `resumes` is
+    the number of jobs that have resumed it, and of which none has committed a newer one, nor ended in an orderly way.
+    `quarantined` says whether a load has found it to be damaged.
     """
 
     place: str
@@ -33,6 +38,8 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     diverged: Diverged
     abandoned: str = ""
     pinned: bool = False
+    resumes: int = 0
+    quarantined: bool = False
 
 
 class HistoryReader:
@@ -42,6 +49,8 @@ class HistoryReader:
         self.faults: list[HoldfastError] = []
         self._run = run
         self._pinned = Holds.of(run.storage).pinned
+        self._quarantined = in_quarantine(run.storage)
+        self._resumes = ResumeCounts.of(run).counted
         self._places: list[Place] = []
         self._broken = False
         #: For each epoch, the reason why those of its checkpoints that are not on the lineage were abandoned.
@@ -74,10 +83,28 @@ class HistoryReader:
     def _rows(self, place: Place, *, head: bool = False, abandoned: str = "") -> Iterator[ListedCheckpoint]:
         """The row of a place; none where its record is damaged, or was removed just now."""
         try:
-            yield _row(self._run.commit(place), head=head, abandoned=abandoned, pinned=place in self._pinned)
+            row = _row(self._run.commit(place), head=head, abandoned=abandoned)
+            yield replace(
+                row,
+                pinned=place in self._pinned,
+                resumes=self._resumes.get(place, 0),
+                quarantined=place in self._quarantined,
+            )
         except (CorruptError, NotFoundError) as error:
             if not self._run.is_removed(place):
                 self.faults.append(error)
+
+
+def fork_of(run: Run) -> Fork | None:
+    """The checkpoint of another run that the lineage of the head began with; None where it began with none."""
+    with suppress(CorruptError, NotFoundError):
+        number = run.newest_epoch()
+        while number is not None:
+            record = run.epoch(number)
+            if record.opened_from is None:
+                return None if record.forked_from is msgspec.UNSET else record.forked_from
+            number = record.opened_from.epoch
+    return None
 
 
 def _left_by(run: Run, epoch: int) -> str:
@@ -105,7 +132,7 @@ def _first_from(run: Run, record: Epoch, *, after: int) -> Epoch:
     return record
 
 
-def _row(commit: Commit, *, head: bool, abandoned: str, pinned: bool) -> ListedCheckpoint:
+def _row(commit: Commit, *, head: bool, abandoned: str) -> ListedCheckpoint:
     return ListedCheckpoint(
         place=str(commit.place),
         step=commit.step,
@@ -116,5 +143,4 @@ def _row(commit: Commit, *, head: bool, abandoned: str, pinned: bool) -> ListedC
         metrics=dict(commit.metrics),
         diverged=commit.diverged,
         abandoned=abandoned,
-        pinned=pinned,
     )

@@ -26,6 +26,7 @@ from holdfast.format.tombstones import Abandoned, Removed, removed_key
 from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
 from holdfast.run.holds import check_unheld, check_unread, removal_announced
+from holdfast.run.quarantine import lift
 
 
 def remove_checkpoint(run: Run, commit: Commit) -> None:
@@ -63,6 +64,7 @@ def remove_place(run: Run, place: Place, folder: str) -> None:
     # A reader that has not found the tombstone had its lease before this look.
     check_unread(run.storage, place)
     run.storage.delete(records.commit_key(place))
+    lift(run.storage, place)
     run.storage.delete(records.checkpoint_key(folder, SEAL_NAME))
     _delete_files(run, folder)
 

@@ -21,6 +21,7 @@ from holdfast.policy.keep import CheckpointFacts, KeepDecision, KeepPolicy, deci
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
+from holdfast.run.quarantine import in_quarantine
 from holdfast.run.removal import abandon, remove_place
 from holdfast.run.uncommitted import RunRecords, Uncommitted
 
@@ -67,10 +68,10 @@ class Retention:
         # The epoch first: if another one is opened during the survey, `apply` sees that.
         epoch = run.newest_epoch() or 0
         lineage = list(self._lineage(run))
-        holds = Holds.of(run.storage)
-        facts = [_facts(commit, holds) for commit in lineage]
+        holds, shut = Holds.of(run.storage), in_quarantine(run.storage)
+        facts = [_facts(commit, holds, is_quarantined=commit.place in shut) for commit in lineage]
         self._commits = {commit.place: commit for commit in lineage}
-        verified = self._newest_verified(run, lineage)
+        verified = self._newest_verified(run, [commit for commit in lineage if commit.place not in shut])
         decision = decide(self._policy, facts, verified=verified, now=time.time())
         return RetentionSurvey(decision, epoch, holds, max(len(run.places()) - len(lineage), 0))
 
@@ -146,7 +147,7 @@ class Retention:
                 yield commit
 
     def _newest_verified(self, run: Run, lineage: list[Commit]) -> Place | None:
-        """The newest checkpoint of the lineage whose files are all there."""
+        """The newest checkpoint of the lineage, as far as it is not in quarantine, whose files are all there."""
         for commit in lineage:
             if commit.place in self._verified or _is_whole(run, commit):
                 self._verified = {commit.place}
@@ -165,7 +166,7 @@ def _is_whole(run: Run, commit: Commit) -> bool:
     return all(run.storage.nbytes(sealed.key(file.name)) == file.nbytes for file in files)
 
 
-def _facts(commit: Commit, holds: Holds) -> CheckpointFacts:
+def _facts(commit: Commit, holds: Holds, *, is_quarantined: bool) -> CheckpointFacts:
     metrics = {name: float(value) for name, value in commit.metrics.items()}
     reasons = holds.reasons(commit.place)
-    return CheckpointFacts(commit.place, commit.step, commit.created, commit.nbytes, metrics, reasons)
+    return CheckpointFacts(commit.place, commit.step, commit.created, commit.nbytes, metrics, reasons, is_quarantined)

@@ -7,6 +7,7 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Place
 from holdfast.run.complete import check_present
 from holdfast.run.history import Run
+from holdfast.run.resumes import forget_resumes
 
 
 def rollback(run: Run, to: Place | int) -> Commit:
@@ -14,7 +15,8 @@ def rollback(run: Run, to: Place | int) -> Commit:
 
     Opens a new epoch from that commit. So the next job that loads the run continues from there. A job that is running,
     or that loaded before, stops with `FencedError` at its next save, and its late commits land in the abandoned future.
-    That future stays in the history, and another rollback can return to it. Nothing is deleted.
+    That future stays in the history, and another rollback can return to it. No checkpoint is deleted. The jobs that
+    resumed a checkpoint before, and died, count no longer.
 
     Raises:
         NotFoundError: there is no such commit, or it was removed meanwhile.
@@ -30,6 +32,7 @@ def rollback(run: Run, to: Place | int) -> Commit:
             raise _removed(run, commit, "The head has not changed.") from None
         raise
     run.open_epoch(after=newest, opened_from=commit.place, why="rollback", world_size=1)
+    forget_resumes(run.storage)
     if run.is_removed(commit.place):
         action = "The head is now the next older checkpoint. Roll back again if you want another head."
         raise _removed(run, commit, action)

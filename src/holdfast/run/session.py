@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, Protocol
 
 from holdfast.calls import NOTES, outer
 from holdfast.errors import ConfigurationError
-from holdfast.format.records import Commit, Epoch, Place, Why
+from holdfast.format.records import Commit, Epoch, Fork, Place, Why
 from holdfast.run.history import Run
 
 _log = logging.getLogger(__name__)
@@ -149,6 +149,8 @@ class Session:
     def begin_anew(self) -> None:
         """Forget all loads and saves, as a new job knows none."""
         self._memories: dict[str, _RunNotes] = {}
+        #: By the root of a run that has no checkpoint yet, the checkpoint of another run that this job has for it.
+        self._forks: dict[str, Fork] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
@@ -197,6 +199,12 @@ class Session:
                 ]
 
     @outer(NOTES)
+    def note_fork(self, root: str, fork: Fork) -> None:
+        """Remember that the run at `root`, which has no checkpoint yet, goes on from `fork`, which this job loaded."""
+        with self._lock:
+            self._forks[root] = fork
+
+    @outer(NOTES)
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
         """The loads that last filled the `parts` of a state that is about to be saved."""
         with self._lock:
@@ -237,6 +245,7 @@ class Session:
                     takeover=takeover,
                     world_size=world_size,
                     moved_from=self._other_root(memory),
+                    fork=self._forks.get(root),
                 )
                 place = Place(epoch.epoch, 1)
             memory.last = place
@@ -394,6 +403,7 @@ def _open_epoch(
     takeover: bool,
     world_size: int,
     moved_from: str | None,
+    fork: Fork | None,
 ) -> Epoch:
     """Open the epoch after `newest`, from the checkpoint that this process's state comes from."""
     at = run.head_place()  # not the record: a load with fallback=True may have passed over a damaged one
@@ -410,7 +420,12 @@ def _open_epoch(
     else:
         raise _unloaded(run, memory, head, moved_from=moved_from)
     return run.open_epoch(
-        after=newest, opened_from=origin, why=why, world_size=world_size, incarnation=memory.incarnation
+        after=newest,
+        opened_from=origin,
+        why=why,
+        world_size=world_size,
+        incarnation=memory.incarnation,
+        forked_from=fork if why == "start" else None,
     )
 
 
