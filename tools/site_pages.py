@@ -15,14 +15,16 @@ ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 #: The results that docs/benchmarks.md links to.
 RESULTS: Final = "bench/results"
+#: Files of the repository that pages link to.
+LINKED: Final = (f"{RESULTS}/*.json", "examples/*.py")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Add pages, and the results of the benchmarks, to the files of the site."""
+    """Add pages, and the files that they link to, to the files of the site."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=_with_links_of_the_site((ROOT / name).read_text())))
-    for result in sorted((ROOT / RESULTS).glob("*.json")):
-        files.append(File.generated(config, f"{RESULTS}/{result.name}", abs_src_path=str(result)))
+    for path in sorted(path for pattern in LINKED for path in ROOT.glob(pattern)):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
 
 
