@@ -16,6 +16,7 @@ from rich.text import Text
 from holdfast.cli.recorded import events_folder, events_in
 from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import Listing, age, console
+from holdfast.cli.time_so_far import TimeSoFar
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
@@ -37,21 +38,22 @@ def top(run: str, *, events: str) -> None:
     folder = events_folder(found, events)
     if not events_in(folder, most_nbytes=_MOST_NBYTES).records:
         raise no_events(folder, found.storage.location.url)
+    time_so_far = TimeSoFar(found, folder)
     screen = console()
     if not screen.is_terminal:
-        screen.print(_picture(found, folder))
+        screen.print(_picture(found, folder, time_so_far))
         return
     with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
         while True:
-            live.update(_picture(found, folder), refresh=True)
+            live.update(_picture(found, folder, time_so_far), refresh=True)
             time.sleep(_PAUSE_S)
 
 
-def _picture(run: Run, folder: Path | None) -> RenderableType:
+def _picture(run: Run, folder: Path | None, time_so_far: TimeSoFar) -> RenderableType:
     """The screen as it is now."""
     job = job_events(events_in(folder, most_nbytes=_MOST_NBYTES).records)
     saves = job_saves(job.saves)
-    return Group(*_head(run, job, saves), *_now(saves), _table(saves))
+    return Group(*_head(run, job, saves), *time_so_far.shown(), *_now(saves), _table(saves))
 
 
 def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
