@@ -22,7 +22,14 @@ from tests.telemetry.test_page import parsed
 EVENTS = (
     *("SaveBegun", "SaveMemoryReady", "SavePlaced", "SaveStaged", "SaveSealed", "SaveDelayed", "SaveCommitted"),
     *("SaveSkipped", "SaveUnwatched", "SaveFailed", "SaveReturned", "StateRestored", "StepsTimed", "EventsDropped"),
-    *("CheckpointerOpened", "RestoreReturned", "FirstStepEnded", "IntervalChosen", "CheckpointerClosed"),
+    *(
+        "CheckpointerOpened",
+        "RestoreReturned",
+        "RestoreFailed",
+        "FirstStepEnded",
+        "IntervalChosen",
+        "CheckpointerClosed",
+    ),
     "SomethingOfALaterVersion",
 )
 names = st.sampled_from(

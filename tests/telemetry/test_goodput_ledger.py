@@ -191,6 +191,12 @@ def test_a_loop_that_saves_without_calls_of_step_does_steps_between_saves() -> N
     assert ledger.seconds[Part.PROVISIONAL] == pytest.approx(9.5 + 10.0)
 
 
+def test_a_restore_that_fails_takes_the_time_of_a_restore() -> None:
+    failed = ("RestoreFailed", 8.0, {"seconds": {"took": 5.0}, "error": "storage.timeout", "message": "no answer"})
+    ledger = goodput_ledger(records_of(1, opened(1.0, 1.0), failed, timed(20.0, 9, (10, 1.0), (0, 0.0))))
+    assert ledger.seconds[Part.RESTORE] == pytest.approx(5.0)
+
+
 def test_nothing_is_recorded() -> None:
     ledger = goodput_ledger([])
     assert (ledger.wall_s, ledger.comparison, sum(ledger.seconds.values())) == (0, None, 0)

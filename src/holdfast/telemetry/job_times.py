@@ -172,7 +172,7 @@ class _UseOfTime:
                 self._is_closed = False
             case "StateRestored":
                 self._restore(record)  # `RestoreReturned` says how long all of it took
-            case "RestoreReturned":
+            case "RestoreReturned" | "RestoreFailed":
                 self._use(at_s, seconds.get("took", 0.0), Use.RESTORE)
             case "FirstStepEnded" if record.step is not None:
                 self._use(at_s, self._left_s(at_s), Use.FIRST_STEP, record.step, record.step)
