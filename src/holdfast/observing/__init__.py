@@ -38,6 +38,7 @@ from holdfast.checkpointer.events import (
 )
 from holdfast.observing.json_lines import JsonLines
 from holdfast.observing.open_telemetry import OpenTelemetryMetrics
+from holdfast.observing.open_telemetry_traces import OpenTelemetryTraces
 from holdfast.observing.prometheus import PrometheusMetrics
 from holdfast.observing.scalars import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.observing.structured_log import StructuredLog
@@ -56,6 +57,7 @@ __all__ = [
     "MLflow",
     "Moment",
     "OpenTelemetryMetrics",
+    "OpenTelemetryTraces",
     "PrometheusMetrics",
     "RestoreFailed",
     "RestoreReturned",
