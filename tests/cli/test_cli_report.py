@@ -143,6 +143,18 @@ def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
     assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
 
 
+def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(recorded: str) -> None:
+    clock = RankClock(0, 1)
+    records = [
+        *list(recorded_save(clock, 0))[:3],
+        clock.record("StateRestored", 50.0),
+        *list(recorded_save(clock, 1))[:3],
+    ]
+    write_records(Path("live"), records)
+    lines = holdfast_command("top", recorded, "--events", "live").lines
+    assert [line.split(" since")[0] for line in lines if " since " in line] == ["step 199"]
+
+
 def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:
     done = at_terminal("top", recorded, answer=INTERRUPT, when="outcome")
     assert done.status == 0

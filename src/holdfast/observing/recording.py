@@ -108,6 +108,8 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
 
 def _numbers(event: Event) -> dict[str, int]:
     match event:
+        case SaveBegun(memory_only=True):
+            return {"memory_only": 1}
         case SaveStaged() | SaveCommitted() | SaveHeld():
             return {"nbytes": event.nbytes}
         case StepsTimed():

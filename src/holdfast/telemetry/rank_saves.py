@@ -38,15 +38,16 @@ class PhaseSpan(NamedTuple):
 
 @dataclass
 class RankSave:
-    """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. `nbytes` is the
-    size of this rank's part. `trouble` is why a try to make it durable failed, or why the save ended without a
-    checkpoint."""
+    """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. With
+    `memory_only`, it is to stay in memory. `nbytes` is the size of this rank's part. `trouble` is why a try to make it
+    durable failed, or why the save ended without a checkpoint."""
 
     rank: int
     host: str
     step: int
     tier: str
     begun_s: float
+    memory_only: bool = False
     place: str = ""
     outcome: str = UNDER_WAY
     nbytes: int = 0
@@ -60,6 +61,15 @@ class RankSave:
     def durable_s(self) -> float | None:
         """The time from the call until the checkpoint was durable; None if it is not."""
         return None if self.outcome != "committed" or self.ended_s is None else self.ended_s - self.begun_s
+
+    @property
+    def in_memory_at_s(self) -> float | None:
+        """When this rank's part lay whole in memory; None if it did not, or the save went to storage."""
+        sealed = next((span for span in self.spans if span.phase == "seal"), None)
+        if sealed is not None:
+            return sealed.begun_s + sealed.seconds
+        # A rank that looks late hears of the commit at once, and so of no seal.
+        return self.ended_s if self.tier == "node memory" and self.outcome == "committed" else None
 
     @property
     def phase_now(self) -> str:
@@ -133,7 +143,8 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
         at_s, step = record.clock_s + offset_s, record.step
         match record.event:
             case "SaveBegun" if step is not None and _is_new(saves.get(step)):
-                saves[step] = RankSave(record.rank, record.host, step, record.tier, at_s)
+                alone = bool(record.numbers.get("memory_only"))
+                saves[step] = RankSave(record.rank, record.host, step, record.tier, at_s, alone)
                 found.saves.append(saves[step])
             case "SaveBegun" if step is not None:
                 saves[step].tier = record.tier  # it falls back from memory to storage, and begins again
