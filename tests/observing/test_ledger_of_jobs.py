@@ -107,6 +107,17 @@ def test_the_steps_that_a_kill_undid_are_wasted(run: str, node_dir: Path, tmp_pa
     assert second.seconds[Part.RESTORE] > 0
 
 
+def test_an_evaluation_leaves_the_ledger_as_it_is(run: str, tmp_path: Path) -> None:
+    assert begun(Loop(run, None, holdfast.EverySteps(40), 100), tmp_path).wait() == 0
+    before = ledger_of(run)
+    state, listeners = {"w": torch.zeros(1000)}, [JsonLines()]
+    with holdfast.Checkpointer(run, state, memory=None, listeners=listeners) as evaluates:
+        assert evaluates.restore().step == 99
+    newest = read_events(Path(f"{run}.events")).records
+    assert [record.step for record in newest if record.process == os.getpid()] == [None, 99, None, None]
+    assert ledger_of(run) == before
+
+
 def test_steps_in_memory_alone_are_provisional_and_a_kill_of_the_process_wastes_none_of_them(
     run: str, node_dir: Path, tmp_path: Path
 ) -> None:

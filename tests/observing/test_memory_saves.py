@@ -109,9 +109,12 @@ def test_a_state_is_in_memory_when_the_part_of_the_last_rank_is() -> None:
     assert [save.in_memory_at_s for save in job_saves(part.saves)] == [None]
 
 
-def test_what_lay_in_memory_before_a_restore_counts_for_nothing() -> None:
+def test_what_lay_in_memory_before_a_restore_of_the_job_counts_for_nothing() -> None:
     clock = RankClock(0, 1)
     restored = clock.record("StateRestored", 80.0, step=50, place="1.1", tier="storage", seconds={"read": 1.0})
+    evaluates = msgspec.structs.replace(restored, process=7)
+    job = job_events([*held_save(clock, 60.0, 100), evaluates])
+    assert newest_in_memory(job_saves(job.saves), job.restores) is not None
     job = job_events([*held_save(clock, 60.0, 100), restored])
     assert newest_in_memory(job_saves(job.saves), job.restores) is None
     job = job_events([*held_save(clock, 60.0, 100), restored, *held_save(clock, 90.0, 60)])

@@ -23,7 +23,7 @@ from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events
-from holdfast.telemetry.run_figures import JobSave, job_saves, newest_in_memory, step_figures
+from holdfast.telemetry.run_figures import JobSave, job_saves, last_job_restored_s, newest_in_memory, step_figures
 from holdfast.wording import count, duration
 
 _PAUSE_S: Final = 1.0
@@ -78,7 +78,7 @@ def _old(begun_s: float) -> str:
 def _now(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
     """A line for each save that is under way: how many ranks are in which phase. What began before the newest restore
     is that of a job which was killed."""
-    since_s = max((restore.begun_s for restore in job.restores), default=0.0)
+    since_s = last_job_restored_s(job.restores)
     for save in saves:
         if save.begun_s < since_s:
             continue

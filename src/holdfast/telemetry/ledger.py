@@ -77,9 +77,9 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
 
 
 def _save_rows(saves: Iterable[JobSave], restores: Iterable[RankRestore]) -> Iterable[_LedgerRow]:
-    """The rows of saves that are not committed. There may be thousands to memory alone: those between two restores
-    share a row."""
-    begins = sorted(restore.begun_s for restore in restores)
+    """The rows of saves that are not committed. There may be thousands to memory alone: those between two restores of
+    jobs share a row."""
+    begins = sorted(restore.begun_s for restore in restores if restore.is_of_job)
     for (is_one_of_many, _), group in groupby(
         saves, key=lambda save: (_is_one_of_many(save), bisect(begins, save.begun_s))
     ):

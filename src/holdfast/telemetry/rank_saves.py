@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from holdfast.telemetry.event_record import EventRecord
+from holdfast.telemetry.job_times import is_job
 
 #: The ends of a save by the events that say so.
 _OUTCOMES: Final = {
@@ -83,7 +84,8 @@ class RankSave:
 
 
 class RankRestore(NamedTuple):
-    """One restore on one rank. `step` is None where there was nothing to restore."""
+    """One restore on one rank. `step` is None where there was nothing to restore. `is_of_job`: the process trains; one
+    that does not, such as an evaluation, changes nothing about the run."""
 
     rank: int
     host: str
@@ -93,6 +95,7 @@ class RankRestore(NamedTuple):
     begun_s: float
     nbytes: int
     spans: list[PhaseSpan]
+    is_of_job: bool
 
 
 class RankSteps(NamedTuple):
@@ -138,6 +141,7 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
     # One reading of the wall clock for the whole process: it may have been set in between.
     offset_s = records[0].unix_s - records[0].clock_s
     saves: dict[int, RankSave] = {}
+    trains = is_job(records)
     num_dropped = 0
     for record in records:
         at_s, step = record.clock_s + offset_s, record.step
@@ -153,9 +157,8 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
                 begun_s = at_s - sum(record.seconds.values())
                 spans = list(_laid_out(record.seconds, begun_s))
                 nbytes = record.numbers.get("nbytes", 0)
-                found.restores.append(
-                    RankRestore(record.rank, record.host, step, record.place, record.tier, begun_s, nbytes, spans)
-                )
+                where = record.rank, record.host, step, record.place, record.tier
+                found.restores.append(RankRestore(*where, begun_s, nbytes, spans, trains))
             case "StepsTimed" if step is not None:
                 numbers, seconds = record.numbers, record.seconds
                 quiet = numbers.get("quiet", 0), seconds.get("quiet", 0.0)

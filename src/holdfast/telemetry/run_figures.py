@@ -205,10 +205,15 @@ def _ages(states: Iterable[tuple[float | None, float]]) -> list[RecoveryPoint]:
     return points
 
 
+def last_job_restored_s(restores: Iterable[RankRestore]) -> float:
+    """When a job last began to restore, in unix seconds; 0 if none did."""
+    return max((each.begun_s for each in restores if each.is_of_job), default=0.0)
+
+
 def newest_in_memory(saves: Iterable[JobSave], restores: Iterable[RankRestore]) -> JobSave | None:
     """The save with the newest state that lies in memory, as far as its job knows; None if there is none. What lay
-    there before the newest restore counts for nothing: it may have gone with its node."""
-    since_s = max((each.begun_s for each in restores), default=0.0)
+    there before the newest restore of a job counts for nothing: it may have gone with its node."""
+    since_s = last_job_restored_s(restores)
     found = (save for save in saves if save.in_memory_at_s is not None and save.begun_s >= since_s)
     return max(found, key=lambda save: save.begun_s, default=None)
 
