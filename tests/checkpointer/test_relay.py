@@ -120,9 +120,10 @@ def test_a_listener_hears_of_a_restore_that_fails(run: str) -> None:
         checkpointer.save(3)
     heard = Recorder()
     other = {"w": torch.ones(5)}
-    with holdfast.Checkpointer(run, other, memory=None, listeners=[heard]) as checkpointer:
-        with pytest.raises(holdfast.IncompatibleError) as caught:
-            checkpointer.restore()
+    checkpointer = holdfast.Checkpointer(run, other, memory=None, listeners=[heard])
+    with pytest.raises(holdfast.IncompatibleError) as caught:
+        checkpointer.restore()
+    checkpointer.close()
     (failed,) = heard.of(StateRestored, RestoreReturned, RestoreFailed)
     assert isinstance(failed, RestoreFailed)
     assert failed.error is caught.value
