@@ -20,6 +20,7 @@ from holdfast.checkpointer.events import (
     EventSource,
     FirstStepEnded,
     IntervalChosen,
+    RestoreFailed,
     RestoreReturned,
     SaveBegun,
     SaveCommitted,
@@ -112,6 +113,21 @@ def test_a_listener_hears_of_a_restore(run: str) -> None:
     (restored,) = heard.of(StateRestored)
     assert isinstance(restored, StateRestored)
     assert restored.report.step == 3
+
+
+def test_a_listener_hears_of_a_restore_that_fails(run: str) -> None:
+    with holdfast.Checkpointer(run, state(), memory=None) as checkpointer:
+        checkpointer.save(3)
+    heard = Recorder()
+    other = {"w": torch.ones(5)}
+    checkpointer = holdfast.Checkpointer(run, other, memory=None, listeners=[heard])
+    with pytest.raises(holdfast.IncompatibleError) as caught:
+        checkpointer.restore()
+    checkpointer.close()
+    (failed,) = heard.of(StateRestored, RestoreReturned, RestoreFailed)
+    assert isinstance(failed, RestoreFailed)
+    assert failed.error is caught.value
+    assert failed.took_s > 0
 
 
 def test_a_listener_hears_the_times_of_steps_with_and_without_a_save(run: str) -> None:

@@ -107,8 +107,41 @@ def test_top_shows_the_newest_saves_once_where_there_is_no_terminal(recorded: st
     assert done.status == 0
     assert done.lines[0].endswith("runs/gpt: the head is step 29 at 1.3")
     assert done.lines[1].startswith("newest durable state: ")
-    rows = [line.split()[:2] for line in done.lines[3:]]
+    head = next(at for at, line in enumerate(done.lines) if "outcome" in line)
+    rows = [line.split()[:2] for line in done.lines[head + 1 :]]
     assert rows == [["29", "1.3"], ["20", "1.2"], ["10", "1.1"]]
+
+
+def shares_shown(lines: list[str]) -> dict[str, float]:
+    """The shares of the time that `top` shows."""
+    head = next(at for at, line in enumerate(lines) if "goodput" in line)
+    found = [float(share) for share in re.findall(r"([0-9.]+) %", lines[head + 1])]
+    return dict(zip(lines[head].split(), found, strict=True))
+
+
+def test_top_shows_the_shares_of_the_time_so_far(recorded: str) -> None:
+    done = holdfast_command("top", recorded)
+    ledger = holdfast_command("report", recorded, "--json").json
+    shares = shares_shown(done.lines)
+    assert list(shares) == ["goodput", "provisional", "wasted", "saves", "restores", "recovery", "start", "other"]
+    assert sum(shares.values()) == pytest.approx(100, abs=0.4)
+    assert shares["goodput"] == pytest.approx(100 * ledger["seconds"]["GOODPUT"] / ledger["wall_s"], abs=0.051)
+    assert shares["saves"] > 0
+    (about,) = (line for line in done.lines if line.startswith("time so far: "))
+    assert about.endswith(" in 1 job, with 0 disruptions")
+
+
+def test_top_counts_the_steps_of_a_running_job_as_provisional_until_the_run_has_a_commit(recorded: str) -> None:
+    clock, times = RankClock(0, 1), {"quiet": 1.0, "saving": 0.0, "quiet_total": 40.0, "saving_total": 0.0}
+    records = [
+        clock.record("CheckpointerOpened", 0.0),
+        clock.record("StepsTimed", 40.0, step=40, seconds=times, numbers={"quiet": 40, "saving": 0}),
+        clock.record("SavePlaced", 40.0, step=20, place="1.2"),
+        clock.record("SavePlaced", 40.0, step=40, place="1.4"),
+    ]
+    write_records(Path("live"), records)
+    shares = shares_shown(holdfast_command("top", recorded, "--events", "live").lines)
+    assert (shares["goodput"], shares["provisional"]) == (50.0, 50.0)
 
 
 def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
@@ -121,6 +154,18 @@ def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
     done = holdfast_command("top", recorded, "--events", "live")
     assert done.status == 0
     assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
+
+
+def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(recorded: str) -> None:
+    clock = RankClock(0, 1)
+    records = [
+        *list(recorded_save(clock, 0))[:3],
+        clock.record("StateRestored", 50.0),
+        *list(recorded_save(clock, 1))[:3],
+    ]
+    write_records(Path("live"), records)
+    lines = holdfast_command("top", recorded, "--events", "live").lines
+    assert [line.split(" since")[0] for line in lines if " since " in line] == ["step 199"]
 
 
 def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:

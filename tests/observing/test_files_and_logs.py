@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ConfigurationError
-from holdfast.observing import EventListener, JsonLines, SaveBegun, StructuredLog, TerminalLine
+from holdfast.observing import EventListener, JsonLines, RestoreFailed, SaveBegun, StructuredLog, TerminalLine
 from holdfast.telemetry.event_files import read_events
 from holdfast.telemetry.rank_saves import job_events
-from tests.observing.heard import DURABLE_SAVE, EVENTS, SOURCE, tell
+from tests.observing.heard import DURABLE_SAVE, EVENTS, FULL, SOURCE, tell
 
 
 def test_every_event_becomes_one_line_of_json(tmp_path: Path) -> None:
@@ -75,6 +75,16 @@ def test_the_log_has_lines_for_people_and_fields_for_programs(caplog: pytest.Log
     assert failed.levelno == logging.WARNING
     assert by_event["event=SaveSealed"].levelno == logging.INFO
     assert vars(failed)["holdfast"]["error"] == "storage.full"
+
+
+def test_a_restore_that_failed_has_its_reason_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast.events"):
+        tell(StructuredLog(), [RestoreFailed(2.0, FULL), RestoreFailed(0.5, KeyboardInterrupt())])
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert [record.message for record in caplog.records] == [
+        'event=RestoreFailed rank=0 took_s=2 error=storage.full message="the disk is full."',
+        "event=RestoreFailed rank=0 took_s=0.5 error=KeyboardInterrupt",
+    ]
 
 
 def test_the_log_costs_nothing_where_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast.observing import JsonLines
+from holdfast.policy.when import SavePolicy
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
 from holdfast.telemetry.event_files import read_events
@@ -32,7 +33,7 @@ class Loop:
 
     run: str
     node_dir: Path | None
-    policy: holdfast.EverySteps | holdfast.Auto
+    policy: SavePolicy
     total: int
 
     def __call__(self) -> None:
@@ -106,11 +107,45 @@ def test_the_steps_that_a_kill_undid_are_wasted(run: str, node_dir: Path, tmp_pa
     assert second.seconds[Part.RESTORE] > 0
 
 
+def test_an_evaluation_leaves_the_ledger_as_it_is(run: str, tmp_path: Path) -> None:
+    assert begun(Loop(run, None, holdfast.EverySteps(40), 100), tmp_path).wait() == 0
+    before = ledger_of(run)
+    state, listeners = {"w": torch.zeros(1000)}, [JsonLines()]
+    with holdfast.Checkpointer(run, state, memory=None, listeners=listeners) as evaluates:
+        assert evaluates.restore().step == 99
+    newest = read_events(Path(f"{run}.events")).records
+    assert [record.step for record in newest if record.process == os.getpid()] == [None, 99, None, None]
+    assert ledger_of(run) == before
+
+
+def test_steps_in_memory_alone_are_provisional_and_a_kill_of_the_process_wastes_none_of_them(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    policy = holdfast.EverySteps(2, memory_only=True) | holdfast.EverySteps(10**6)
+    killed = begun(Loop(run, node_dir, policy, 10**5), tmp_path)
+    until(lambda: any(steps and steps[-1] >= 60 for steps in steps_of(run)))
+    killed.kill()
+    recorded = read_events(Path(f"{run}.events")).records
+    held = max(record.step or 0 for record in recorded if record.event == "SaveHeld")
+    before = goodput_ledger(recorded)  # the keeper may have made it durable by now, which the events do not tell
+    assert before.steps[Part.GOODPUT] == 0
+    assert before.steps[Part.PROVISIONAL] >= held + 1 >= 30
+    following = begun(Loop(run, node_dir, policy, steps_of(run)[-1][-1] + 50), tmp_path)
+    assert following.wait() == 0, following.err
+    jobs, ledger = steps_of(run), ledger_of(run)
+    assert jobs[1][0] >= held + 1
+    assert ledger.steps[Part.GOODPUT] == jobs[1][-1] + 1
+    assert ledger.steps[Part.PROVISIONAL] == 0
+    assert ledger.steps[Part.WASTED] <= num_in_vain(jobs) <= jobs[0][-1] - held
+    assert len(ledger.jobs) == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_ledger_of_a_run_with_many_kills_adds_up(run: str, node_dir: Path, tmp_path: Path) -> None:
     num_kills, chance = 22, random.Random(7)
     policy = holdfast.Auto(mttf_s=1.5, max_overhead=0.5)
+    assert start(time.time, err=tmp_path / "stderr").wait() == 0  # the process that forks the others is warm now
     begun_s = time.time()
     for number in range(num_kills):
         job = begun(Loop(run, node_dir, policy, 10**6), tmp_path)

@@ -26,6 +26,7 @@ SERIES = {
     "holdfast/durable_step": 99.0,
     "holdfast/save_durable_seconds": 2.0,
     "holdfast/recovery_point_timestamp_seconds": 1_790_000_000.0,
+    "holdfast/memory_recovery_point_timestamp_seconds": 1_790_000_000.0,
     "holdfast/saves_failed": 1.0,
     "holdfast/events_dropped": 3.0,
 }
@@ -53,6 +54,7 @@ def test_prometheus_serves_the_metrics() -> None:
         'holdfast_saved_bytes_total{rank="0"} 1000.0',
         'holdfast_durable_step{rank="0"} 99.0',
         'holdfast_recovery_point_timestamp_seconds{rank="0"} 1.79e+09',
+        'holdfast_memory_recovery_point_timestamp_seconds{rank="0"} 1.79e+09',
         'holdfast_step_seconds{rank="0",saving="yes"} 0.625',
         'holdfast_events_dropped_total{rank="0"} 3.0',
     ):

@@ -82,7 +82,7 @@ def test_the_listeners_for_metrics_are_made_as_the_guide_does(tmp_path: Path) ->
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(tmp_path)) as writer:
-        for part in ("prometheus_client", "opentelemetry", "TensorBoard"):
+        for part in ("prometheus_client", "OpenTelemetryMetrics", "OpenTelemetryTraces", "TensorBoard"):
             names: Names = {"writer": writer}
             exec(snippet(part), names)
             tell(listener_of(names))
@@ -100,5 +100,8 @@ def test_a_listener_of_ones_own_hears_of_a_failure(capsys: pytest.CaptureFixture
 
 def test_no_piece_of_code_is_left_out() -> None:
     assert len(SNIPPETS) == len(
-        ("pathlib", "GOODPUT", "prometheus_client", "opentelemetry", "TensorBoard", "PageSomebody")
+        (
+            *("pathlib", "GOODPUT", "prometheus_client", "OpenTelemetryMetrics", "OpenTelemetryTraces", "TensorBoard"),
+            "PageSomebody",
+        )
     )

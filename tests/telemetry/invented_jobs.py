@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -73,11 +74,23 @@ class World:
     num_done: int = 0
     num_jobs: int = 0
     end: str = "closed"
+    #: When the first job began and the last one ended, and how long other processes have run since.
+    begun_s: float | None = None
+    ended_s: float = 0.0
+    idle_s: float = 0.0
 
     def live(self, job: Job) -> None:
-        """Live `job`."""
+        """Live `job`. If it neither trains nor saves, it is a process that leaves the run as it is."""
+        visitor = copy.deepcopy(self)
+        _Life(visitor, job).live()
+        if (visitor.num_done, len(visitor.checkpoints)) == (self.num_done, len(self.checkpoints)):
+            self.idle_s += visitor.now_s - self.now_s
+            self.records, self.now_s, self.num_jobs = visitor.records, visitor.now_s, visitor.num_jobs
+            return
+        if self.begun_s is None:
+            self.begun_s = self.now_s + job.gap_s
         _Life(self, job).live()
-        self.end = job.end
+        self.end, self.ended_s, self.idle_s = job.end, self.now_s, 0.0
 
     def steps(self) -> dict[Part, int]:
         """The numbers of steps by their fate, of those that events tell of."""
@@ -109,11 +122,12 @@ class _Life:
 
     def live(self) -> None:
         world, job = self.world, self.job
-        if self.number > 1:
+        gap_s = world.idle_s + job.gap_s
+        if world.ended_s:
             if world.end == "closed":
-                world.paused_s += job.gap_s
+                world.paused_s += gap_s
             else:
-                world.seconds[Part.RECOVERY] += job.gap_s
+                world.seconds[Part.RECOVERY] += gap_s
         world.now_s += job.gap_s + job.age_s
         self.tell("CheckpointerOpened", seconds={"age": job.age_s})
         world.seconds[Part.START] += job.age_s

@@ -20,9 +20,25 @@ from tests.support.recorded_history import picture_of
 from tests.telemetry.test_page import parsed
 
 EVENTS = (
-    *("SaveBegun", "SaveMemoryReady", "SavePlaced", "SaveStaged", "SaveSealed", "SaveDelayed", "SaveCommitted"),
+    *(
+        "SaveBegun",
+        "SaveMemoryReady",
+        "SavePlaced",
+        "SaveStaged",
+        "SaveSealed",
+        "SaveHeld",
+        "SaveDelayed",
+        "SaveCommitted",
+    ),
     *("SaveSkipped", "SaveUnwatched", "SaveFailed", "SaveReturned", "StateRestored", "StepsTimed", "EventsDropped"),
-    *("CheckpointerOpened", "RestoreReturned", "FirstStepEnded", "IntervalChosen", "CheckpointerClosed"),
+    *(
+        "CheckpointerOpened",
+        "RestoreReturned",
+        "RestoreFailed",
+        "FirstStepEnded",
+        "IntervalChosen",
+        "CheckpointerClosed",
+    ),
     "SomethingOfALaterVersion",
 )
 names = st.sampled_from(
@@ -44,7 +60,9 @@ records = st.builds(
     tier=st.sampled_from(["", "node memory", "storage"]),
     seconds=st.dictionaries(names, st.floats(0, 1e9), max_size=3),
     numbers=st.dictionaries(
-        st.sampled_from(["nbytes", "quiet", "saving", "dropped", "early", "wasted_ppm"]), counts, max_size=4
+        st.sampled_from(["nbytes", "quiet", "saving", "dropped", "early", "wasted_ppm", "memory_only"]),
+        counts,
+        max_size=4,
     ),
     error=st.text(max_size=3),
     message=st.text(max_size=3),

@@ -67,3 +67,11 @@ def test_no_folder_holds_no_events(tmp_path: Path) -> None:
 def test_events_lie_beside_a_run_that_is_a_folder() -> None:
     assert folder_beside(Location("/shared/runs/gpt")) == Path("/shared/runs/gpt.events")
     assert folder_beside(Location("memory://gpt")) is None
+
+
+def test_the_files_of_the_first_rank_can_be_read_alone(tmp_path: Path) -> None:
+    records = recorded_job(num_ranks=8, num_saves=40)
+    write_records(tmp_path, records)
+    of_first = [each for each in records if each.rank == 0]
+    assert read_events(tmp_path, of_first_rank_only=True) == (of_first, 0, 0)
+    assert read_events(tmp_path, most_nbytes=30_000, of_first_rank_only=True).num_cut == 1

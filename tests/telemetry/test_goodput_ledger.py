@@ -58,9 +58,8 @@ def test_the_parts_are_the_time_that_passed_and_every_step_has_its_true_fate(his
     ledger = ledger_of(world)
     assert_adds_up(ledger)
     assert ledger.steps == world.steps()
-    begun_s = world.records[0].unix_s - history[0].age_s
-    ended_s = max(record.unix_s for record in world.records)
-    assert ledger.wall_s + ledger.paused_s == pytest.approx(ended_s - begun_s, abs=1e-3)
+    passed_s = 0.0 if world.begun_s is None else world.ended_s - world.begun_s
+    assert ledger.wall_s + ledger.paused_s == pytest.approx(passed_s, abs=1e-3)
     assert ledger.paused_s == pytest.approx(world.paused_s, abs=1e-3)
     least_s, most_s = world.kept_s()
     assert least_s - 1e-3 <= ledger.seconds[Part.GOODPUT] + ledger.seconds[Part.PROVISIONAL] <= most_s + 1e-3
@@ -111,8 +110,9 @@ def test_steps_that_a_kill_undoes_are_wasted_and_later_steps_are_provisional_unt
 def test_a_step_is_safe_in_a_checkpoint_that_the_newest_state_does_not_descend_from() -> None:
     saves: list[Steps | Save] = [Steps(5, 1.0), Save(1.0, "nobody"), Steps(3, 1.0), KEPT]
     back = Restore(2.0, 1, "node memory")
-    ledger = ledger_of(lived(Job(5.0, 3.0, BEGIN, saves, "killed", 0.0), Job(5.0, 3.0, back, [], "killed", 0.0)))
-    assert ledger.steps == {Part.GOODPUT: 5, Part.PROVISIONAL: 0, Part.WASTED: 3}
+    goes_back = Job(5.0, 3.0, back, [Steps(1, 1.0)], "killed", 0.0)
+    ledger = ledger_of(lived(Job(5.0, 3.0, BEGIN, saves, "killed", 0.0), goes_back))
+    assert ledger.steps == {Part.GOODPUT: 5, Part.PROVISIONAL: 1, Part.WASTED: 3}
 
 
 def test_a_pause_after_a_job_that_ended_on_purpose_is_no_badput() -> None:
@@ -147,6 +147,23 @@ def test_the_time_that_steps_take_longer_while_a_save_is_under_way_is_a_part_of_
     assert ledger.seconds[Part.SLOW_DOWN] == pytest.approx(5.0)
     assert ledger.seconds[Part.PROVISIONAL] == pytest.approx(20.0)
     assert ledger.seconds[Part.START] == pytest.approx(6.0)
+
+
+def test_a_process_that_only_restores_is_no_job() -> None:
+    trains = Job(5.0, 3.0, BEGIN, [Steps(5, 1.0), KEPT, Steps(3, 1.0)], "early", 0.0)
+    evaluates = Job(10.0, 3.0, BEGIN, [], "closed", 0.0)
+    alone, evaluated = ledger_of(lived(trains)), ledger_of(lived(trains, evaluates))
+    assert evaluated == alone
+    assert alone.steps == {Part.GOODPUT: 5, Part.PROVISIONAL: 3, Part.WASTED: 0}
+    (_, following) = ledger_of(lived(trains, evaluates, trains)).jobs
+    assert following.seconds[Part.RECOVERY] == pytest.approx(10.0 + 3.0 + 2.0 + 5.0)
+
+
+def test_an_evaluation_beside_a_job_takes_none_of_its_time() -> None:
+    trains = records_of(1, opened(0.0, 0.0), timed(100.0, 99, (100, 1.0), (0, 0.0)))
+    restored = ("StateRestored", 51.0, {"step": 49, "place": "1.1", "tier": "storage"})
+    evaluates = records_of(2, opened(50.0, 5.0), restored, ("RestoreReturned", 51.0, {"seconds": {"took": 1.0}}))
+    assert goodput_ledger([*trains, *evaluates]) == goodput_ledger(trains)
 
 
 def test_a_job_that_is_started_beside_another_one_has_its_turn_when_that_one_ends() -> None:
@@ -189,6 +206,12 @@ def test_a_loop_that_saves_without_calls_of_step_does_steps_between_saves() -> N
     ledger = goodput_ledger(records_of(1, opened(0.0, 1.0), restored, returned, *saves))
     assert ledger.steps == {Part.GOODPUT: 0, Part.PROVISIONAL: 15, Part.WASTED: 0}
     assert ledger.seconds[Part.PROVISIONAL] == pytest.approx(9.5 + 10.0)
+
+
+def test_a_restore_that_fails_takes_the_time_of_a_restore() -> None:
+    failed = ("RestoreFailed", 8.0, {"seconds": {"took": 5.0}, "error": "storage.timeout", "message": "no answer"})
+    ledger = goodput_ledger(records_of(1, opened(1.0, 1.0), failed, timed(20.0, 9, (10, 1.0), (0, 0.0))))
+    assert ledger.seconds[Part.RESTORE] == pytest.approx(5.0)
 
 
 def test_nothing_is_recorded() -> None:

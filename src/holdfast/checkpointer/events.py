@@ -201,6 +201,14 @@ class RestoreReturned(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class RestoreFailed(_Timed):
+    """The call of `restore` has raised `error`, after ``took_s``."""
+
+    took_s: float
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
 class IntervalChosen(_Timed):
     """The policy `Auto` saves every ``interval_s`` from now on. It expects a failure every ``mttf_s``, and that saves
     and the work that failures undo take the share `wasted` of the time of training."""
@@ -225,7 +233,7 @@ SaveEvent = (
     | SaveReturned
 )
 #: Events that are about no step.
-StepLess = CheckpointerOpened | CheckpointerClosed | RestoreReturned | IntervalChosen | EventsDropped
+StepLess = CheckpointerOpened | CheckpointerClosed | RestoreReturned | RestoreFailed | IntervalChosen | EventsDropped
 Event = SaveEvent | StateRestored | StepsTimed | FirstStepEnded | StepLess
 
 #: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.

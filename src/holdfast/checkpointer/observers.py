@@ -19,6 +19,7 @@ from holdfast.checkpointer.events import (
     EventSource,
     FirstStepEnded,
     IntervalChosen,
+    RestoreFailed,
     RestoreReturned,
 )
 from holdfast.checkpointer.relay import Relay
@@ -73,7 +74,11 @@ class Observers:
         self.tell_steps()
         self._times.forget_begin()
         begun_s = time.perf_counter()
-        yield
+        try:
+            yield
+        except BaseException as error:
+            self.hear(RestoreFailed(time.perf_counter() - begun_s, error))
+            raise
         self.hear(RestoreReturned(time.perf_counter() - begun_s))
 
     def step_begins(self, *, is_saving: Callable[[], bool]) -> None:

@@ -26,12 +26,15 @@ def events_folder(run: Run, named: str) -> Path | None:
     return folder_beside(location if location.folder is None else Location(run.storage.resolved()))
 
 
-def events_in(folder: Path | None, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
-    """The events in `folder`, the newest `most_nbytes` of them. Raises `StorageError` where they cannot be read."""
+def events_in(
+    folder: Path | None, *, most_nbytes: int = MOST_NBYTES, of_first_rank_only: bool = False
+) -> RecordedEvents:
+    """The events in `folder`, the newest `most_nbytes` of them, of all ranks or the first one. Raises `StorageError`
+    where they cannot be read."""
     if folder is None:
         return RecordedEvents([])
     try:
-        return read_events(folder, most_nbytes=most_nbytes)
+        return read_events(folder, most_nbytes=most_nbytes, of_first_rank_only=of_first_rank_only)
     except OSError as error:
         raise StorageError(
             f"the events in '{folder}' cannot be read: {error.strerror or error}.",

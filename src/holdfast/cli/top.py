@@ -16,13 +16,14 @@ from rich.text import Text
 from holdfast.cli.recorded import events_folder, events_in
 from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import Listing, age, console
+from holdfast.cli.time_so_far import TimeSoFar
 from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events
-from holdfast.telemetry.run_figures import JobSave, job_saves, step_figures
+from holdfast.telemetry.run_figures import JobSave, job_saves, last_job_restored_s, newest_in_memory, step_figures
 from holdfast.wording import count, duration
 
 _PAUSE_S: Final = 1.0
@@ -37,37 +38,50 @@ def top(run: str, *, events: str) -> None:
     folder = events_folder(found, events)
     if not events_in(folder, most_nbytes=_MOST_NBYTES).records:
         raise no_events(folder, found.storage.location.url)
+    time_so_far = TimeSoFar(found, folder)
     screen = console()
     if not screen.is_terminal:
-        screen.print(_picture(found, folder))
+        screen.print(_picture(found, folder, time_so_far))
         return
     with suppress(KeyboardInterrupt), Live(console=screen, auto_refresh=False) as live:
         while True:
-            live.update(_picture(found, folder), refresh=True)
+            live.update(_picture(found, folder, time_so_far), refresh=True)
             time.sleep(_PAUSE_S)
 
 
-def _picture(run: Run, folder: Path | None) -> RenderableType:
+def _picture(run: Run, folder: Path | None, time_so_far: TimeSoFar) -> RenderableType:
     """The screen as it is now."""
     job = job_events(events_in(folder, most_nbytes=_MOST_NBYTES).records)
     saves = job_saves(job.saves)
-    return Group(*_head(run, job, saves), *_now(saves), _table(saves))
+    return Group(*_head(run, job, saves), *time_so_far.shown(), *_now(job, saves), _table(saves))
 
 
 def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
     yield Text.assemble((printable(run.storage.location.url), "bold"), f": the head is {RunHead.of(run)}")
-    durable = [save.begun_s for save in saves if save.durable_s is not None]
-    told = f"newest durable state: {duration(max(time.time() - max(durable), 0.0))} old" if durable else ""
+    durable_s = max((save.begun_s for save in saves if save.durable_s is not None), default=None)
+    told = [] if durable_s is None else [f"newest durable state: {_old(durable_s)}"]
+    held = [save for save in saves if save.outcome == "held" and save.begun_s > (durable_s or 0.0)]
+    newest = newest_in_memory(saves, job.restores)
+    if held and newest is not None:
+        told.append(f"newest in memory: {_old(newest.begun_s)}, after {count(len(held), 'save')} to memory alone")
     steps = step_figures(job.steps)
     if steps is not None:
-        told += f"{'; ' if told else ''}steps: {duration(steps.quiet_s)}, {100 * steps.slowdown:+.1f} % during saves"
+        told.append(f"steps: {duration(steps.quiet_s)}, {100 * steps.slowdown:+.1f} % during saves")
     if told:
-        yield Text(told)
+        yield Text("; ".join(told))
 
 
-def _now(saves: Sequence[JobSave]) -> Iterator[Text]:
-    """A line for each save that is under way: how many ranks are in which phase."""
+def _old(begun_s: float) -> str:
+    return f"{duration(max(time.time() - begun_s, 0.0))} old"
+
+
+def _now(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
+    """A line for each save that is under way: how many ranks are in which phase. What began before the newest restore
+    is that of a job which was killed."""
+    since_s = last_job_restored_s(job.restores)
     for save in saves:
+        if save.begun_s < since_s:
+            continue
         now = [each for each in save.ranks if each.outcome == UNDER_WAY]
         if save.durable_s is None and now:
             phases = Counter(each.phase_now for each in now)
@@ -81,7 +95,7 @@ def _table(saves: Sequence[JobSave]) -> Listing:
     made = Listing(
         "step", "place", "size", "blocked", "durable", "outcome", right=("step", "size", "blocked", "durable")
     )
-    for save in reversed(saves[-_NUM_SAVES:]):
+    for save in reversed([save for save in saves if not save.memory_only][-_NUM_SAVES:]):
         durable = "" if save.durable_s is None else duration(save.durable_s)
         blocked = duration(save.blocked_s) if save.blocked_s else ""
         made.add_row(f"{save.step:,}", save.place, size(save.nbytes), blocked, durable, save.outcome)

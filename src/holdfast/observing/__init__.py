@@ -19,6 +19,7 @@ from holdfast.checkpointer.events import (
     FirstStepEnded,
     IntervalChosen,
     Moment,
+    RestoreFailed,
     RestoreReturned,
     SaveBegun,
     SaveCommitted,
@@ -37,6 +38,7 @@ from holdfast.checkpointer.events import (
 )
 from holdfast.observing.json_lines import JsonLines
 from holdfast.observing.open_telemetry import OpenTelemetryMetrics
+from holdfast.observing.open_telemetry_traces import OpenTelemetryTraces
 from holdfast.observing.prometheus import PrometheusMetrics
 from holdfast.observing.scalars import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.observing.structured_log import StructuredLog
@@ -55,7 +57,9 @@ __all__ = [
     "MLflow",
     "Moment",
     "OpenTelemetryMetrics",
+    "OpenTelemetryTraces",
     "PrometheusMetrics",
+    "RestoreFailed",
     "RestoreReturned",
     "SaveBegun",
     "SaveCommitted",

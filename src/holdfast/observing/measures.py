@@ -14,6 +14,7 @@ from holdfast.checkpointer.events import (
     SaveFailed,
     SaveHeld,
     SaveReturned,
+    SaveSealed,
     SaveSkipped,
     SaveStaged,
     SaveUnwatched,
@@ -43,6 +44,9 @@ DURABLE_STEP: Final = Measure("durable_step", "gauge", "", "step of the newest d
 RECOVERY_POINT: Final = Measure(
     "recovery_point_timestamp", "gauge", "seconds", "when the state of the newest durable checkpoint was taken"
 )
+MEMORY_RECOVERY_POINT: Final = Measure(
+    "memory_recovery_point_timestamp", "gauge", "seconds", "when the newest state in memory was taken"
+)
 RESTORE: Final = Measure("restore", "duration", "seconds", "time of a restore, by tier", ("tier",))
 STEP: Final = Measure(
     "step", "gauge", "seconds", "median time of recent steps, with and without a save under way", ("saving",)
@@ -50,7 +54,7 @@ STEP: Final = Measure(
 DROPPED: Final = Measure("events_dropped", "counter", "", "events that listeners were too slow to hear")
 MEASURES: Final = (
     *(BLOCKED, STAGED, DURABLE, SAVES, DELAYS, SAVED),
-    *(DURABLE_STEP, RECOVERY_POINT, RESTORE, STEP, DROPPED),
+    *(DURABLE_STEP, RECOVERY_POINT, MEMORY_RECOVERY_POINT, RESTORE, STEP, DROPPED),
 )
 
 _OUTCOMES: Final = {
@@ -89,9 +93,8 @@ class Readings:
                 return []
             case SaveReturned():
                 return [Reading(BLOCKED, event.blocked_s)]
-            case SaveStaged():
-                begun = self._begun.get((source, event.step))
-                return [] if begun is None else [Reading(STAGED, event.at.clock_s - begun.clock_s)]
+            case SaveStaged() | SaveSealed():
+                return self._under_way(event, source)
             case SaveDelayed() | EventsDropped():
                 return [Reading(DELAYS, 1) if isinstance(event, SaveDelayed) else Reading(DROPPED, event.number)]
             case SaveCommitted() | SaveHeld() | SaveSkipped() | SaveFailed() | SaveUnwatched():
@@ -104,10 +107,20 @@ class Readings:
             case _:
                 return []
 
+    def _under_way(self, event: SaveStaged | SaveSealed, source: EventSource) -> list[Reading]:
+        begun = self._begun.get((source, event.step))
+        if begun is None:
+            return []
+        if isinstance(event, SaveStaged):
+            return [Reading(STAGED, event.at.clock_s - begun.clock_s)]
+        return [Reading(MEMORY_RECOVERY_POINT, begun.unix_s)]
+
     def _ended(
         self, event: SaveCommitted | SaveHeld | SaveSkipped | SaveFailed | SaveUnwatched, source: EventSource
     ) -> list[Reading]:
         begun = self._begun.pop((source, event.step), None)
+        if isinstance(event, SaveHeld) and begun is not None:
+            return [Reading(MEMORY_RECOVERY_POINT, begun.unix_s)]
         if not isinstance(event, SaveCommitted):
             return []
         found = [Reading(SAVED, event.nbytes), Reading(DURABLE_STEP, event.step)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from holdfast.checkpointer.events import Event, EventSource
+from holdfast.observing.extras import imported_for
 from holdfast.observing.measures import MEASURES, Reading, Readings
 
 if TYPE_CHECKING:
@@ -17,12 +18,13 @@ _BUCKETS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 120, 
 class PrometheusMetrics:
     """Keeps metrics of Prometheus, called ``holdfast_...``, in `registry` (default: the global one), with the label
     ``rank``. Your program serves them (``prometheus_client.start_http_server``) or writes them to a file of the node
-    exporter. Needs the package ``prometheus_client``, as in ``pip install holdfast[prometheus]``.
+    exporter. Needs the package ``prometheus_client``, as in ``pip install holdfast[prometheus]``;
+    without it, this raises `ConfigurationError`, code ``config.extra``.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-
+        with imported_for("PrometheusMetrics", extra="prometheus"):
+            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
         to = REGISTRY if registry is None else registry
         self._readings = Readings()
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}

@@ -11,6 +11,7 @@ from holdfast.checkpointer.events import (
     EventsDropped,
     EventSource,
     IntervalChosen,
+    RestoreFailed,
     RestoreReturned,
     SaveBegun,
     SaveCommitted,
@@ -27,6 +28,7 @@ from holdfast.checkpointer.events import (
     StepLess,
     StepsTimed,
 )
+from holdfast.errors import HoldfastError
 from holdfast.telemetry.event_record import LONGEST_S, EventRecord
 
 
@@ -96,7 +98,7 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
             return {"age": event.age_s}
         case CheckpointerClosed():
             return {"waited": event.waited_s}
-        case RestoreReturned():
+        case RestoreReturned() | RestoreFailed():
             return {"took": event.took_s}
         case IntervalChosen():
             return {"interval": min(event.interval_s, LONGEST_S), "mttf": min(event.mttf_s, LONGEST_S)}
@@ -106,6 +108,8 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
 
 def _numbers(event: Event) -> dict[str, int]:
     match event:
+        case SaveBegun(memory_only=True):
+            return {"memory_only": 1}
         case SaveStaged() | SaveCommitted() | SaveHeld():
             return {"nbytes": event.nbytes}
         case StepsTimed():
@@ -129,5 +133,9 @@ def _trouble(event: Event) -> tuple[str, str]:
             return "", event.trouble
         case SaveSkipped() | SaveUnwatched() | SaveFailed():
             return event.error.code, event.error.message
+        case RestoreFailed(error=HoldfastError() as error):
+            return error.code, error.message
+        case RestoreFailed():
+            return type(event.error).__name__, str(event.error)
         case _:
             return "", ""

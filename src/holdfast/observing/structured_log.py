@@ -7,11 +7,19 @@ from typing import Final
 
 import msgspec
 
-from holdfast.checkpointer.events import Event, EventsDropped, EventSource, SaveDelayed, SaveFailed, SaveSkipped
+from holdfast.checkpointer.events import (
+    Event,
+    EventsDropped,
+    EventSource,
+    RestoreFailed,
+    SaveDelayed,
+    SaveFailed,
+    SaveSkipped,
+)
 from holdfast.observing.recording import record_of
 from holdfast.telemetry.event_record import EventRecord
 
-_TROUBLE: Final = (SaveDelayed, SaveSkipped, SaveFailed, EventsDropped)
+_TROUBLE: Final = (SaveDelayed, SaveSkipped, SaveFailed, RestoreFailed, EventsDropped)
 
 
 class StructuredLog:

@@ -37,13 +37,13 @@ def folder_beside(run: Location) -> Path | None:
     return None if folder is None else folder.with_name(f"{folder.name}.events")
 
 
-def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEvents:
+def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES, of_first_rank_only: bool = False) -> RecordedEvents:
     """The events that are recorded in `folder`; none where there is no such folder. If its files are larger than
     `most_nbytes`, the newest part of the large ones is read; the files of the first rank, which tell of all steps, get
-    half of that. Raises `OSError` for a file that cannot be read."""
+    half of that. With `of_first_rank_only`, no others are read. Raises `OSError` for a file that cannot be read."""
     records: list[EventRecord] = []
     num_damaged = num_cut = 0
-    for path, share in _shares(folder, most_nbytes):
+    for path, share in _shares(folder, most_nbytes, of_first_rank_only=of_first_rank_only):
         try:
             lines, is_cut = _newest_lines(path, share)
         except FileNotFoundError:  # somebody has just deleted it, which is allowed
@@ -57,7 +57,7 @@ def read_events(folder: Path, *, most_nbytes: int = MOST_NBYTES) -> RecordedEven
     return RecordedEvents(records, num_damaged, num_cut)
 
 
-def _shares(folder: Path, most_nbytes: int) -> list[tuple[Path, int]]:
+def _shares(folder: Path, most_nbytes: int, *, of_first_rank_only: bool) -> list[tuple[Path, int]]:
     """The files of events, and how much is read of each."""
     sizes: dict[Path, int] = {}
     for path in sorted(folder.glob(f"*{SUFFIX}")):
@@ -65,11 +65,11 @@ def _shares(folder: Path, most_nbytes: int) -> list[tuple[Path, int]]:
             sizes[path] = path.stat().st_size
     first_rank = next((_rank_in(path) for path in sizes), "")
     of_first = {path: size for path, size in sizes.items() if _rank_in(path) == first_rank}
-    others = {path: size for path, size in sizes.items() if path not in of_first}
+    others = {path: size for path, size in sizes.items() if path not in of_first and not of_first_rank_only}
     shares = _fair(of_first, most_nbytes // 2 if others else most_nbytes)
     used = sum(min(sizes[path], share) for path, share in shares.items())
     shares |= _fair(others, max(most_nbytes - used, 0))
-    return [(path, shares[path]) for path in sizes]
+    return [(path, shares[path]) for path in sizes if path in shares]
 
 
 def _rank_in(path: Path) -> str:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from holdfast.telemetry.event_record import EventRecord
-from holdfast.telemetry.job_times import JobTimes, Prediction, Stretch, Use, job_times, processes
+from holdfast.telemetry.job_times import JobTimes, Prediction, Stretch, Use, is_job, job_times, processes
 
 
 class Part(StrEnum):
@@ -122,9 +122,10 @@ def goodput_ledger(records: Iterable[EventRecord], committed: Collection[str] = 
     """The ledger from the `records` of all processes of all jobs on a run. `committed` are the places of checkpoints
     that are known to be committed, beside those that the records tell of.
 
-    The clock of a job is that of its first rank. Wall clocks only say how jobs follow each other.
+    The clock of a job is that of its first rank. Wall clocks only say how jobs follow each other. Processes that only
+    restore are no jobs, so a run may be evaluated while it is trained.
     """
-    all_processes = processes(records)
+    all_processes = [each for each in processes(records) if is_job(each)]
     committed = {*committed, *(place for each in all_processes for place in _committed(each))}
     first_rank = min((each[0].rank for each in all_processes), default=0)
     jobs = [job_times(each) for each in all_processes if each[0].rank == first_rank]

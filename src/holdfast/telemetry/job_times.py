@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 
 from holdfast.telemetry.event_record import EventRecord
 
+#: The events of the loop's steps.
+_OF_STEPS: Final = ("FirstStepEnded", "StepsTimed")
 #: Two events of one process agree on its start up to so many seconds.
 _SAME_START_S: Final = 1.0
 
@@ -136,6 +138,12 @@ def processes(records: Iterable[EventRecord]) -> list[list[EventRecord]]:
     return found
 
 
+def is_job(records: Iterable[EventRecord]) -> bool:
+    """Whether a process trained: it told of a step or a save. One that only restores, as for an evaluation, is no job,
+    and neither is one that was killed before its first step."""
+    return any(record.event in _OF_STEPS or record.event.startswith("Save") for record in records)
+
+
 def job_times(records: list[EventRecord]) -> JobTimes:
     """The use of time by the process of `records`, which are in the order of its clock."""
     reading = _UseOfTime(records)
@@ -157,7 +165,7 @@ class _UseOfTime:
         self._opened_s = first.unix_s
         self._begun_s = self._end_s = first.unix_s - age_s
         self._ended_s = last.clock_s + self._offset_s
-        self._counts_steps = any(record.event in ("FirstStepEnded", "StepsTimed") for record in records)
+        self._counts_steps = any(record.event in _OF_STEPS for record in records)
         self._has_trained = self._is_closed = self._is_early = False
         self._used: list[UsedTime] = []
         self._stretches = [Stretch()]
@@ -172,7 +180,7 @@ class _UseOfTime:
                 self._is_closed = False
             case "StateRestored":
                 self._restore(record)  # `RestoreReturned` says how long all of it took
-            case "RestoreReturned":
+            case "RestoreReturned" | "RestoreFailed":
                 self._use(at_s, seconds.get("took", 0.0), Use.RESTORE)
             case "FirstStepEnded" if record.step is not None:
                 self._use(at_s, self._left_s(at_s), Use.FIRST_STEP, record.step, record.step)

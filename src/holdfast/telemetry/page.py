@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -22,6 +22,8 @@ from holdfast.telemetry.run_figures import (
     RecordedHistory,
     heat_rows,
     job_saves,
+    memory_points,
+    newest_in_memory,
     recovery_points,
     step_figures,
 )
@@ -78,7 +80,9 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
         (duration(max(picture.now_s - head.created, 0.0)) if head else "-", "age of its state"),
         (f"{len(commits):,}", f"checkpoints, {size(sum(commit.nbytes for commit in commits))}"),
     ]
-    blocked = [save.blocked_s for save in saves if save.blocked_s]
+    alone = [save for save in saves if save.memory_only]
+    to_storage = [save for save in saves if not save.memory_only]
+    blocked = [save.blocked_s for save in to_storage or alone if save.blocked_s]
     durable = [save.durable_s for save in saves if save.durable_s is not None]
     if blocked:
         tiles.append((duration(median(blocked)), "training blocked by a save (median)"))
@@ -88,13 +92,21 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
     if steps is not None:
         during = f"step time while a save is under way (median of {count(steps.num_saving, 'step')})"
         tiles.append((f"{100 * steps.slowdown:+.1f} %", during))
-    lost = [save for save in saves if save.outcome in ("failed", "skipped")]
-    if saves:
-        tiles.append((f"{len(lost):,} of {len(saves):,}", "saves failed or were skipped"))
+    if to_storage:
+        tiles.append((f"{_num_lost(to_storage):,} of {len(to_storage):,}", "saves failed or were skipped"))
+    if alone:
+        tiles.append((f"{_num_lost(alone):,} of {len(alone):,}", "saves to memory alone failed or were skipped"))
+        newest = newest_in_memory(saves, picture.job.restores)
+        age = "-" if newest is None else duration(max(picture.now_s - newest.begun_s, 0.0))
+        tiles.append((age, "age of the newest state in memory"))
     if picture.ledger.wall_s:
         tiles.append((goodput_share(picture.ledger), f"goodput of {duration(picture.ledger.wall_s)}"))
     items = "".join(f"<li><b>{escape(value)}</b><span>{escape(what)}</span></li>" for value, what in tiles)
     return f'<ul class="tiles">{items}</ul>'
+
+
+def _num_lost(saves: Iterable[JobSave]) -> int:
+    return sum(save.outcome in ("failed", "skipped") for save in saves)
 
 
 def _sections(picture: RunPicture, saves: Sequence[JobSave]) -> list[str]:
@@ -131,9 +143,12 @@ def _heat(saves: Sequence[JobSave]) -> list[str]:
 
 def _timelines(saves: Sequence[JobSave]) -> list[str]:
     shown = []
-    for number, save in enumerate(reversed(saves[-_NUM_TIMELINES:])):
+    newest = [save for save in saves if not save.memory_only][-_NUM_TIMELINES:]
+    newest += [save for save in saves if save.outcome == "held"][-1:]
+    for number, save in enumerate(sorted(newest, key=lambda save: save.begun_s, reverse=True)):
         durable = f"durable after {duration(save.durable_s)}" if save.durable_s is not None else save.outcome
-        title = escape(printable(f"step {save.step:,} at {save.place or 'no place'}: {durable}"))
+        alone = ", to memory alone" if save.memory_only else ""
+        title = escape(printable(f"step {save.step:,} at {save.place or 'no place'}{alone}: {durable}"))
         is_open = " open" if number == 0 else ""
         shown.append(f"<details{is_open}><summary>{title}</summary>{timeline(save)}</details>")
     return ["<h2>Timelines</h2>", *shown]
@@ -141,13 +156,19 @@ def _timelines(saves: Sequence[JobSave]) -> list[str]:
 
 def _times(saves: Sequence[JobSave]) -> list[str]:
     durable = [(float(save.step), save.durable_s) for save in saves if save.durable_s is not None]
-    blocked = [(float(save.step), save.blocked_s) for save in saves]
+    alone = [save for save in saves if save.memory_only]
+    kinds = ("to storage", [save for save in saves if not save.memory_only]), ("to memory alone", alone)
+    blocked = [
+        Curve(name, [(float(save.step), save.blocked_s) for save in kind], number)
+        for number, (name, kind) in enumerate(kinds)
+        if kind
+    ]
     return [
         "<h2>Time until durable</h2>",
         line_chart("Time until each save is durable", [Curve("until durable", durable)], x_text=_step, y_text=duration),
         "<h2>Training blocked</h2>",
         '<p class="about">The time of the call of <code>save</code> on the slowest rank.</p>',
-        line_chart("Time for which saves blocked training", [Curve("blocked", blocked)], x_text=_step, y_text=duration),
+        line_chart("Time for which saves blocked training", blocked, x_text=_step, y_text=duration),
     ]
 
 
@@ -167,11 +188,19 @@ def _steps(job: JobEvents) -> list[str]:
 
 
 def _ages(saves: Sequence[JobSave]) -> list[str]:
-    points = recovery_points(saves)
-    begun_s = points[0].at_s if points else 0.0
-    line = Curve("age", [(point.at_s - begun_s, point.age_s) for point in points])
-    chart = line_chart("Age of the newest durable state", [line], x_text=duration, y_text=duration)
+    points = {"age": recovery_points(saves)}
+    title = "Age of the newest durable state"
     about = "The training that a failure of the whole job would lose: it falls when a checkpoint becomes durable."
+    if any(save.memory_only for save in saves):
+        points = {"in storage": points["age"], "in memory": memory_points(saves)}
+        title = "Age of the newest state in storage and in memory"
+        about += " A failure that leaves the memory of the nodes loses what came after the newest state in memory."
+    begun_s = min((each[0].at_s for each in points.values() if each), default=0.0)
+    lines = [
+        Curve(name, [(point.at_s - begun_s, point.age_s) for point in each], number)
+        for number, (name, each) in enumerate(points.items())
+    ]
+    chart = line_chart(title, lines, x_text=duration, y_text=duration)
     return ["<h2>Age of the recovery point</h2>", f'<p class="about">{about}</p>', chart]
 
 

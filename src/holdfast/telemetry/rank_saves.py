@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Final, NamedTuple
 
 from holdfast.telemetry.event_record import EventRecord
+from holdfast.telemetry.job_times import is_job
 
 #: The ends of a save by the events that say so.
 _OUTCOMES: Final = {
@@ -38,15 +39,16 @@ class PhaseSpan(NamedTuple):
 
 @dataclass
 class RankSave:
-    """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. `nbytes` is the
-    size of this rank's part. `trouble` is why a try to make it durable failed, or why the save ended without a
-    checkpoint."""
+    """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. With
+    `memory_only`, it is to stay in memory. `nbytes` is the size of this rank's part. `trouble` is why a try to make it
+    durable failed, or why the save ended without a checkpoint."""
 
     rank: int
     host: str
     step: int
     tier: str
     begun_s: float
+    memory_only: bool = False
     place: str = ""
     outcome: str = UNDER_WAY
     nbytes: int = 0
@@ -62,6 +64,15 @@ class RankSave:
         return None if self.outcome != "committed" or self.ended_s is None else self.ended_s - self.begun_s
 
     @property
+    def in_memory_at_s(self) -> float | None:
+        """When this rank's part lay whole in memory; None if it did not, or the save went to storage."""
+        sealed = next((span for span in self.spans if span.phase == "seal"), None)
+        if sealed is not None:
+            return sealed.begun_s + sealed.seconds
+        # A rank that looks late hears of the commit at once, and so of no seal.
+        return self.ended_s if self.tier == "node memory" and self.outcome == "committed" else None
+
+    @property
     def phase_now(self) -> str:
         """The phase that a save under way is in."""
         following = {"": "agree", "agree": "copy", "memory": "copy", "copy": "seal", "seal": "store"}
@@ -73,7 +84,8 @@ class RankSave:
 
 
 class RankRestore(NamedTuple):
-    """One restore on one rank. `step` is None where there was nothing to restore."""
+    """One restore on one rank. `step` is None where there was nothing to restore. `is_of_job`: the process trains; one
+    that does not, such as an evaluation, changes nothing about the run."""
 
     rank: int
     host: str
@@ -83,6 +95,7 @@ class RankRestore(NamedTuple):
     begun_s: float
     nbytes: int
     spans: list[PhaseSpan]
+    is_of_job: bool
 
 
 class RankSteps(NamedTuple):
@@ -128,12 +141,14 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
     # One reading of the wall clock for the whole process: it may have been set in between.
     offset_s = records[0].unix_s - records[0].clock_s
     saves: dict[int, RankSave] = {}
+    trains = is_job(records)
     num_dropped = 0
     for record in records:
         at_s, step = record.clock_s + offset_s, record.step
         match record.event:
             case "SaveBegun" if step is not None and _is_new(saves.get(step)):
-                saves[step] = RankSave(record.rank, record.host, step, record.tier, at_s)
+                alone = bool(record.numbers.get("memory_only"))
+                saves[step] = RankSave(record.rank, record.host, step, record.tier, at_s, alone)
                 found.saves.append(saves[step])
             case "SaveBegun" if step is not None:
                 saves[step].tier = record.tier  # it falls back from memory to storage, and begins again
@@ -142,9 +157,8 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
                 begun_s = at_s - sum(record.seconds.values())
                 spans = list(_laid_out(record.seconds, begun_s))
                 nbytes = record.numbers.get("nbytes", 0)
-                found.restores.append(
-                    RankRestore(record.rank, record.host, step, record.place, record.tier, begun_s, nbytes, spans)
-                )
+                where = record.rank, record.host, step, record.place, record.tier
+                found.restores.append(RankRestore(*where, begun_s, nbytes, spans, trains))
             case "StepsTimed" if step is not None:
                 numbers, seconds = record.numbers, record.seconds
                 quiet = numbers.get("quiet", 0), seconds.get("quiet", 0.0)

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Epoch, Place
 from holdfast.run.history import Run
-from holdfast.telemetry.rank_saves import RankSave, RankSteps
+from holdfast.telemetry.rank_saves import RankRestore, RankSave, RankSteps
 
 #: What the heat map shows beside the phases: how long the call kept training, and the whole until it is durable.
 BLOCKED, DURABLE = "blocked", "durable"
@@ -72,6 +72,11 @@ class JobSave:
         return save.rank not in self.by_rank and (not save.place or self.place in ("", save.place))
 
     @property
+    def memory_only(self) -> bool:
+        """Whether it is to stay in memory."""
+        return any(each.memory_only for each in self.ranks)
+
+    @property
     def begun_s(self) -> float:
         """When the first rank began."""
         return min(each.begun_s for each in self.ranks)
@@ -93,6 +98,13 @@ class JobSave:
     def durable_s(self) -> float | None:
         """The time from the first call until the checkpoint was durable; None if it is not."""
         return None if self.durable_at_s is None else self.durable_at_s - self.begun_s
+
+    @property
+    def in_memory_at_s(self) -> float | None:
+        """When the parts of all ranks lay whole in memory; None if one of them did not."""
+        moments = [each.in_memory_at_s for each in self.ranks]
+        known = [at_s for at_s in moments if at_s is not None]
+        return max(known) if len(known) == len(moments) else None
 
     @property
     def nbytes(self) -> int:
@@ -170,17 +182,40 @@ class RecoveryPoint(NamedTuple):
 def recovery_points(saves: Iterable[JobSave]) -> list[RecoveryPoint]:
     """The age of the newest durable state over time: it rises until a checkpoint is durable, and then falls to the time
     that this checkpoint took."""
+    return _ages((save.durable_at_s, save.begun_s) for save in saves)
+
+
+def memory_points(saves: Iterable[JobSave]) -> list[RecoveryPoint]:
+    """The age of the newest state in memory over time, as `recovery_points`."""
+    return _ages((save.in_memory_at_s, save.begun_s) for save in saves)
+
+
+def _ages(states: Iterable[tuple[float | None, float]]) -> list[RecoveryPoint]:
+    """The age of the newest state over time, from the moments at which each was safe (None: never) and was taken."""
     points: list[RecoveryPoint] = []
     newest_s: float | None = None
-    durable = [(save.durable_at_s, save.begun_s) for save in saves if save.durable_at_s is not None]
-    for durable_at_s, begun_s in sorted(durable):
+    safe = [(safe_at_s, begun_s) for safe_at_s, begun_s in states if safe_at_s is not None]
+    for safe_at_s, begun_s in sorted(safe):
         if newest_s is not None and begun_s <= newest_s:
             continue
         if newest_s is not None:
-            points.append(RecoveryPoint(durable_at_s, durable_at_s - newest_s))
+            points.append(RecoveryPoint(safe_at_s, safe_at_s - newest_s))
         newest_s = begun_s
-        points.append(RecoveryPoint(durable_at_s, durable_at_s - begun_s))
+        points.append(RecoveryPoint(safe_at_s, safe_at_s - begun_s))
     return points
+
+
+def last_job_restored_s(restores: Iterable[RankRestore]) -> float:
+    """When a job last began to restore, in unix seconds; 0 if none did."""
+    return max((each.begun_s for each in restores if each.is_of_job), default=0.0)
+
+
+def newest_in_memory(saves: Iterable[JobSave], restores: Iterable[RankRestore]) -> JobSave | None:
+    """The save with the newest state that lies in memory, as far as its job knows; None if there is none. What lay
+    there before the newest restore of a job counts for nothing: it may have gone with its node."""
+    since_s = last_job_restored_s(restores)
+    found = (save for save in saves if save.in_memory_at_s is not None and save.begun_s >= since_s)
+    return max(found, key=lambda save: save.begun_s, default=None)
 
 
 class StepFigures(NamedTuple):

@@ -19,7 +19,7 @@ _MEANINGS: Final = {
     Part.SLOW_DOWN: "how much longer steps took while a save was under way",
     Part.SAVE: "calls of save, and the wait for saves at the end",
     Part.WASTED: "steps that a later job did again, or left aside",
-    Part.RESTORE: "calls of restore",
+    Part.RESTORE: "calls of restore, those that raised too",
     Part.RECOVERY: "from the last sign of a job that did not end on purpose to the start of the next one",
     Part.START: "from the start of the process to the first step, without the restore",
     Part.OTHER: "all other time of the jobs",
