@@ -24,13 +24,13 @@ from holdfast.calls import (
     outer,
     refuse_nested,
 )
-from holdfast.checkpointer.background import Background
-from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
+from holdfast.checkpointer.background_save import SavingJob
 from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_option import Memory
+from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
 from holdfast.checkpointer.option_checks import check_options
@@ -38,14 +38,14 @@ from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
-from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, skipped, without_memory
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
 from holdfast.checkpointer.storage_save import save_through
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import check_group, default_channel, global_rank, group_ranks
+from holdfast.control.torch_store import check_group, global_rank, group_ranks
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.options import check_flag, check_timeout, checked_number
@@ -53,12 +53,9 @@ from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
-from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.saving import numbers_of, run_location, whole
-from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
-from holdfast.state.identity import parts_of
 from holdfast.state.random_state import has_random_state
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical
@@ -569,7 +566,18 @@ class Checkpointer:
             return False
         tier.settle()
         try:
-            self._stage(tier, machine, metrics)
+            save_into_memory(
+                tier,
+                machine,
+                metrics,
+                self._state,
+                SavingJob(run=self._run, ranks=group_ranks(self._group), known=self._known, takeover=self._takeover),
+                select=self._globs,
+                group=self._group,
+                when_full=self._when_full,
+                timeout_s=self._limit_s,
+                left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
+            )
         except HoldfastError as error:
             if not is_unusable(error):
                 raise
@@ -577,55 +585,3 @@ class Checkpointer:
             return False
         tier.note_used()
         return True
-
-    def _stage(self, tier: MemoryTier, machine: SaveMachine, metrics: dict[str, float]) -> None:
-        """Save into memory. Raises an error that `is_unusable` on all ranks if the memory of any node cannot be
-        used."""
-        deadline = Deadline(self._limit_s)
-        label = f"save of step {machine.step}{' to memory alone' if machine.memory_only else ''}"
-        channel = default_channel(label, self._group, deadline=deadline, step=machine.step)
-        if tier.is_put_off:
-            tier.put_off(channel, deadline)
-        machine.begin("node memory", is_first_rank=channel.rank == 0)
-        stager = tier.stager
-        sources = JOB.sources(lambda: parts_of(self._state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
-        hold = stager.guard.hold(timeout_s=deadline.remaining_s())
-        try:
-            taken = capture(self._state, select=self._globs, stager=stager, channel=channel, known=self._known)
-            is_as_before = isinstance(taken, Snapshot) and taken.is_as_before
-            free = tier.room(
-                channel,
-                deadline,
-                is_as_before=is_as_before,
-                when_full=self._when_full,
-                may_begin_anew=self._takeover,
-                memory_only=machine.memory_only,
-                left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
-            )
-            if not free.has_room:
-                machine.skip(skipped(machine.step, free))
-                return
-            saving = BackgroundSave(
-                SavingJob(run=self._run, ranks=group_ranks(self._group), known=self._known, takeover=self._takeover),
-                machine,
-                metrics,
-                channel.in_background(),
-                deadline,
-                stager,
-                hold,
-                taken,
-                sources,
-                needed=free.needed,
-                is_awaited=not free.as_before or tier.was_refused,
-            )
-            background = Background(saving)
-            copier = tier.begin(background)
-            if saving.is_awaited:
-                background.wait()
-                if background.error is not None:
-                    raise background.error
-            if isinstance(taken, Snapshot):
-                background.wait_for(taken.instant)
-            hold.pass_on(copier)
-        finally:
-            hold.drop()  # no effect once it is passed on; before that, it makes the background give the save up
