@@ -76,7 +76,7 @@ def test_a_selection_that_matches_nothing_is_refused_by_restore_as_by_the_first_
 
 
 def test_the_parent_of_runs_is_refused_with_the_names_of_the_runs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"Name one of the runs in it \(a, b\)"):
+    with pytest.raises(ConfigurationError, match=r"Name one of the runs in it \('a', 'b'\)"):
         Checkpointer(parent_of_runs(tmp_path), state(), memory=None).restore()
 
 
