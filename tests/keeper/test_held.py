@@ -11,10 +11,12 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
+from holdfast.keeper import daemon
 from holdfast.keeper.daemon import Keeper
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import generation_ids, give_up_generation
 from holdfast.node_memory.inventory import give_way, node_memory
+from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import SlotRecord, SlotState
 from holdfast.run.history import Run
@@ -56,21 +58,51 @@ def test_it_is_held_as_long_as_a_trainer_lives_and_then_committed(
     assert_loads(run, held)
 
 
-def test_a_keeper_that_is_told_to_end_makes_it_durable_first(
+def test_a_keeper_that_is_told_to_end_makes_it_durable_first_if_no_trainer_lives(
     run: Run, held: Saved, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
+    """On another node the trainers may live, and will not make their part durable: no save could fill its slot any
+    more."""
     with Claim(folder, 0):
         keeper = started()
         until(lambda: states(held) == {SlotState.HELD})
         keeper.send_signal(signal.SIGTERM)
         assert keeper.wait(30) == 0
+        assert states(held) == {SlotState.HELD}
+        keeper = started()
+        until(lambda: is_kept(folder))
+    keeper.send_signal(signal.SIGTERM)
+    assert keeper.wait(30) == 0
     assert states(held) == {SlotState.COMMITTED}
     assert_loads(run, held)
 
 
-def test_where_a_part_of_the_newest_is_missing_the_one_before_it_becomes_durable(
-    run: Run, held: Saved, folder: NodeFolder, keeper: Keeper
+def test_a_process_that_only_looks_at_memory_does_not_put_it_off(
+    held: Saved, folder: NodeFolder, keeper: Keeper
 ) -> None:
+    with Claim(folder):
+        until(lambda: looked(keeper) and states(held) == {SlotState.COMMITTED})
+
+
+def test_a_part_of_one_that_is_older_than_a_durable_one_is_freed(
+    held: Saved, folder: NodeFolder, keeper: Keeper
+) -> None:
+    """Another node had freed its part: this one stayed for a day, and no save could fill its slot."""
+    with ExitStack() as stack:
+        with Claim(folder, 0):
+            until(lambda: looked(keeper) and states(held) == {SlotState.HELD})
+        later = Later(held, folder, stack)
+        held.slots[0].promote(held.generation.checkpoint_id)
+        assert held.slots[1].take()
+        held.slots[1].advance(SlotRecord(SlotState.FREE))
+        until(lambda: looked(keeper) and {slot.refresh().state for slot in later.slots} == {SlotState.COMMITTED})
+        until(lambda: looked(keeper) and states(held) == {SlotState.FREE})
+
+
+def test_where_a_part_of_the_newest_is_missing_the_one_before_it_becomes_durable(
+    run: Run, held: Saved, folder: NodeFolder, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "PATIENCE_S", 0.5)
     with ExitStack() as stack:
         with Claim(folder, 0):
             later = Later(held, folder, stack)
@@ -81,6 +113,7 @@ def test_where_a_part_of_the_newest_is_missing_the_one_before_it_becomes_durable
             until(lambda: looked(keeper) and later.slots[0].refresh().state == SlotState.HELD)
         until(lambda: looked(keeper) and states(held) == {SlotState.COMMITTED})
         assert later.slots[0].refresh().state == SlotState.SEALED
+        assert not keeper._waits_long(held.generation.checkpoint_id)
     assert_loads(run, held)
 
 

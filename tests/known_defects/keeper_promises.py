@@ -346,8 +346,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper gives back tended
         "keeper/test_keeper_promises.py::test_memory_of_a_rank_that_a_living_process_has_claimed_stays",
         "keeper/daemon.py",
-        "            if not self._is_tended(slot) and slot.remove_if(lambda _: True):\n",
-        "            if slot.remove_if(lambda _: True):\n",
+        "            if not self._is_tended(slot) and slot.remove_if(lambda record: record.state in SPENT):\n",
+        "            if slot.remove_if(lambda record: record.state in SPENT):\n",
     ),
     Mutation(  # keeper no pid
         "keeper/test_keeper_promises.py::test_a_keeper_that_cannot_make_all_durable_ends_in_time_and_says_so",

@@ -229,6 +229,8 @@ class Checkpointer:
                 takeover=self._takeover,
                 timeout_s=self._limit_s,
             )
+            if self._tier is not None:
+                self._tier.stager.release_held()
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise

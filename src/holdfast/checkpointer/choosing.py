@@ -18,6 +18,7 @@ import msgspec
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format.records import FileSeal, Place
+from holdfast.node_memory.claims import has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 class HeldFile(msgspec.Struct, frozen=True, array_like=True):
     """A whole data file in the memory of a node. It belongs to the run `run_id`, and to the epoch that was opened with
-    `incarnation` ("": not recorded)."""
+    `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its rank."""
 
     run_id: str
     incarnation: str
@@ -41,6 +42,7 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     digest: str
     is_committed: bool
+    has_trainer: bool
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -122,6 +124,7 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
                         contents.nbytes,
                         record.digest,
                         record.state == SlotState.COMMITTED,
+                        has_trainer(folder, slot.rank),
                     )
                 )
     return Inventory(folder.identity(), tuple(held), is_filling)
@@ -185,6 +188,7 @@ class Survey:
         _warn_of(run, foreign.values())
         places = {each.checkpoint_id: each.place for each in held if each.checkpoint_id not in foreign}
         committed = {each.checkpoint_id for each in held if each.is_committed}
+        tended = {each.checkpoint_id for each in held if each.has_trainer}
         given_up = [] if self._clearing is None else self._to_clear(run, epoch, places, committed, self._clearing)
         # If a trainer is at work, a checkpoint that is there in part may soon be whole.
         is_filling = any(inventory.is_filling for inventory in self._inventories)
@@ -192,7 +196,8 @@ class Survey:
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
             if whole is None:
-                if self._clearing is None and not is_filling and checkpoint_id not in committed:
+                # A trainer that lives gives up by itself what can never be whole.
+                if self._clearing is None and not is_filling and checkpoint_id not in {*committed, *tended}:
                     given_up.append(checkpoint_id)
                 continue
             is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id

@@ -75,6 +75,8 @@ class RankMemory:
         #: None before memory is opened, and after all of it was given back. Only a thread with the lock changes it.
         self._open: OpenMemory | None = None
         self._is_retired = False
+        #: Whether snapshots of saves to memory alone stay when memory is given back: no newer checkpoint is durable.
+        self._keeps_held = False
         self._has_warned = False
 
     def opened(self, *, num_slots: int) -> OpenMemory:
@@ -113,8 +115,13 @@ class RankMemory:
 
     def retire(self) -> None:
         """Give the memory back: at once the slots that need not become durable any more, and the others in later calls
-        of `give_back`, once they are durable."""
-        self._is_retired = True
+        of `give_back`, once they are durable. Snapshots of saves to memory alone stay until `release_held`."""
+        self._is_retired = self._keeps_held = True
+        self.give_back()
+
+    def release_held(self) -> None:
+        """If the memory is retired, give snapshots of saves to memory alone back too: a newer checkpoint is durable."""
+        self._keeps_held = False
         self.give_back()
 
     def give_back(self) -> None:
@@ -123,7 +130,7 @@ class RankMemory:
             if not self._is_retired or self._open is None:
                 return
             watched = [slot for slot in self._watched() if slot is not None]
-            if self._open.arena.give_back(watched=watched) and not self._watched():
+            if self._open.arena.give_back(watched=watched, keeps_held=self._keeps_held) and not self._watched():
                 self._drop()
 
     def give_up(self, checkpoint_ids: set[str]) -> None:

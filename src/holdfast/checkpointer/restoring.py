@@ -35,10 +35,10 @@ from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
 from holdfast.loading import Loading, Opened, Options, load_from_storage
-from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, slot_names
+from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, promote_all, slot_names
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import is_damage
@@ -52,8 +52,6 @@ from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
 _LOOK_S: Final = 0.02
-#: Time in which another rank of the node lets go of a slot that it promotes.
-_PROMOTION_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -184,14 +182,17 @@ def _from_memory(
             return None
         resumes.earlier = chosen.earlier_resumes
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
-        _promote(slots, seal.checkpoint_id)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             run_opened = Run.open(storage)
-            prefix, nearer = records.checkpoint_key(chosen.folder, ""), _copies(folder, slots, seal, chosen)
-            sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=nearer)
+            copies = attempt(partial(_copies, folder, slots, seal, chosen))
+            channel.confirm("copies", copies, deadline)
+            prefix = records.checkpoint_key(chosen.folder, "")
+            sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=done(copies))
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
             report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
         channel.await_readers(deadline)
+        # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
+        promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
         restored = RestoredCheckpoint(run_opened.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
@@ -352,22 +353,11 @@ def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collectio
                 slot.remove()  # the other ranks of this node do the same
 
 
-def _promote(slots: Sequence[Slot], checkpoint_id: str) -> None:
-    """Make this node's part of a checkpoint durable that was saved to memory alone: the history goes on from it. The
-    ranks of a node do the same."""
-    end = time.monotonic() + _PROMOTION_S
-    for slot in slots:
-        contents = slot.record.contents
-        if contents is not None and contents.checkpoint_id == checkpoint_id:
-            while not slot.promote() and time.monotonic() < end:
-                time.sleep(_LOOK_S)
-
-
 def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> dict[str, tuple[FileCopy, ...]]:
     """The copies of the `chosen` checkpoint's files in node memory. This rank can read those of its own node."""
     memory = FilesInMemory(str(folder.path))
     prefix = records.checkpoint_key(chosen.folder, "")
-    manifest = chosen.manifest or read_generation(folder, seal.checkpoint_id).manifest
+    manifest = chosen.manifest or _manifest(folder, seal)
     files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}
     for slot in slots:
         contents = slot.record.contents
@@ -378,6 +368,20 @@ def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chose
     holders = dict(enumerate(chosen.owners))
     names = {fmt.NAME: EVERY_RANK} | {each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files)}
     return {name: (FileCopy(memory, prefix + name, Tier.NODE_MEMORY, holder),) for name, holder in names.items()}
+
+
+def _manifest(folder: NodeFolder, seal: Seal) -> bytes:
+    """The manifest of a checkpoint in this node's memory. Raises `CorruptError` if it is gone."""
+    try:
+        return read_generation(folder, seal.checkpoint_id).manifest
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"step {seal.step} left the memory of this node, because a job that trains has replaced it.",
+            code="corrupt.generation",
+            action="No action needed: holdfast skips it, and uses storage.",
+            path=str(folder.path),
+            tier="node memory",
+        ) from error
 
 
 def with_load(action: str, run: Location) -> str:

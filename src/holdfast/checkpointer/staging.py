@@ -30,7 +30,7 @@ from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
-from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
@@ -264,11 +264,21 @@ class Stager:
         self._prepared_nbytes, self._reserved_nbytes, self.run_id = -1, -1, None
         self._memory.retire()
 
+    def release_held(self) -> None:
+        """A newer checkpoint is in storage: memory that is given back holds snapshots of saves to memory alone no
+        longer."""
+        self._memory.release_held()
+
     def belong_to(self, run_id: str) -> None:
         """Set the run that memory belongs to. Gives up checkpoints of an earlier run at the same path, which somebody
         removed."""
         self.run_id = run_id
         self._forget(lambda contents: contents.run_id != run_id, "of a run that was removed")
+
+    def promote(self, checkpoint_id: str) -> None:
+        """Have the keeper make a checkpoint durable that this node's memory may hold from a save to memory alone."""
+        with unusable_memory(self.node_dir):
+            promote_all(self._memory.opened(num_slots=self.num_slots).folder, checkpoint_id)
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Give up checkpoints that can never be whole: end their saves here, and tell the keeper to free their

@@ -24,7 +24,7 @@ import msgspec
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.writing import Writing
-from holdfast.node_memory.claims import is_claimed
+from holdfast.node_memory.claims import has_trainer, is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.node_memory.inventory import remove_ended, write_run
 from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_keeper, write_protocol
@@ -39,6 +39,9 @@ _LEFT_EMPTY_S: Final = 60.0
 #: Time without trainers after which a keeper frees slots that it could not make durable: parts of checkpoints whose
 #: other parts were in the memory of lost nodes, or of a run whose storage is gone.
 ORPHANED_S: Final = 86400.0
+#: Time for which a keeper waits for the parts that other nodes have of a snapshot in memory alone, before it makes the
+#: next older one durable too.
+PATIENCE_S: Final = 60.0
 #: Time that a keeper spends on making its slots durable after it was told to end.
 GRACE_S: Final = 60.0
 
@@ -92,6 +95,8 @@ class Keeper:
         #: missing.
         self._writing: Writing | None = None
         self._waiting: dict[str, Writing] = {}
+        #: The times from which on they wait.
+        self._waiting_since: dict[str, float] = {}
         self._retries: dict[str, _Retry] = {}
         #: The folder's time of change (`NodeFolder.changed_ns`) at the last look.
         self._met_ns = 0
@@ -125,15 +130,12 @@ class Keeper:
             self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
-        """Make STAGED and SEALED slots durable, and the newest HELD ones, within `grace_s`. Returns whether all of them
-        are durable."""
+        """Make STAGED and SEALED slots durable, within `grace_s`. Returns whether all of them are durable."""
         end = time.monotonic() + grace_s
         self.look()
-        self._promote()
         while self.owes and time.monotonic() < end:
             self._rest()
             self.look()
-            self._promote()
         return not self.owes
 
     def look(self) -> bool:
@@ -146,8 +148,7 @@ class Keeper:
             self._give_up()
             self._remove_old()
             self._forget(known)
-            if not is_claimed(self._folder):
-                self._promote()
+            self._promote()
         sealing = self._seal_all()
         return self._write() or sealing
 
@@ -240,7 +241,8 @@ class Keeper:
             remove_generation(self._folder, checkpoint_id)
         for about in self._told.keys() - held - set(self._folder.names()):
             del self._told[about]
-        for checkpoint_id in {*self._generations, *self._retries, *self._waiting} - held:
+        for checkpoint_id in {*self._generations, *self._retries, *self._waiting, *self._waiting_since} - held:
+            self._waiting_since.pop(checkpoint_id, None)
             self._generations.pop(checkpoint_id, None)
             self._retries.pop(checkpoint_id, None)
             if (writing := self._waiting.pop(checkpoint_id, None)) is not None:
@@ -275,17 +277,29 @@ class Keeper:
                     slot.advance(SlotRecord(SlotState.FREE))
 
     def _promote(self) -> None:
-        """Begin to make the newest HELD checkpoint durable: the trainers that would have replaced it have ended. Each
-        node does so. Where other nodes lack their part of it, the next older one follows. Frees those that are older
-        than a durable one."""
-        for slot in self._held():
+        """Begin to make the newest HELD checkpoint durable, if the trainers have ended that would have replaced it.
+        Each node does so. Where it waits for other nodes for long, these may lack their part of it, and the next older
+        one follows. Parts of older ones than a durable one are freed: nobody needs them, and other nodes may have
+        freed theirs."""
+        held, at_rest = self._held(), [slot for slot in self._owed_at_rest() if slot.state == SlotState.SEALED]
+        has_trainers = any(has_trainer(self._folder, slot.rank) for slot in held)
+        for slot in [*held, *at_rest]:
             contents = slot.record.contents
             assert contents is not None
             newer = [(state, other) for state, other in self._living(contents.run_id) if contents.place < other.place]
-            if any(state == SlotState.COMMITTED for state, _ in newer):
-                self._free_held(slot)
-            elif all(state in OWED and other.checkpoint_id in self._waiting for state, other in newer):
-                slot.promote()
+            is_late = contents.memory_only and any(state == SlotState.COMMITTED for state, _ in newer)
+            if is_late and slot.state == SlotState.SEALED:
+                slot.advance(SlotRecord(SlotState.FREE))
+            elif slot.state == SlotState.HELD and not has_trainers:
+                if is_late:
+                    self._free_held(slot)
+                elif all(state in OWED and self._waits_long(other.checkpoint_id) for state, other in newer):
+                    slot.promote(contents.checkpoint_id)
+
+    def _waits_long(self, checkpoint_id: str) -> bool:
+        """Whether this node has written its part of a checkpoint, and waits in vain for those of other nodes."""
+        since_s = self._waiting_since.get(checkpoint_id)
+        return since_s is not None and time.monotonic() - since_s > PATIENCE_S
 
     def _living(self, run_id: str) -> list[tuple[SlotState, Contents]]:
         """The states and contents of all slots that hold a part of a checkpoint of the run `run_id`, except for those
@@ -410,6 +424,7 @@ class Keeper:
             self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)
         if state == SlotState.SEALED and not text:
             self._waiting[checkpoint_id] = writing
+            self._waiting_since.setdefault(checkpoint_id, time.monotonic())
         else:
             writing.close()
         for slot in writing.slots:

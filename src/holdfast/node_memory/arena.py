@@ -19,7 +19,7 @@ from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.inventory import give_way
 from holdfast.node_memory.limits import MemoryLimit, rooms
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
-from holdfast.node_memory.slots import OWED, REUSABLE, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
+from holdfast.node_memory.slots import OWED, REUSABLE, SPENT, WHOLE, Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.store.base import Bytes
 
 #: Registers memory with an accelerator; returns a function that unregisters it.
@@ -196,13 +196,15 @@ class Arena:
         places = [record.contents.place for record in records if record.contents and record.state in WHOLE]
         return max(places, default=None)
 
-    def give_back(self, *, watched: Collection[Slot] = ()) -> bool:
+    def give_back(self, *, watched: Collection[Slot] = (), keeps_held: bool = False) -> bool:
         """Stop preparing, and remove the slots whose contents need not become durable any more, except for the
-        `watched` ones. Leaves slots that another process is filling to it. Returns whether no slot is left. Call it
-        again when the keeper has made progress; afterwards only `close` may be called."""
+        `watched` ones, and with `keeps_held` for the HELD ones. Leaves slots that another process is filling to it.
+        Returns whether no slot is left. Call it again when the keeper has made progress; afterwards only `close` may be
+        called."""
         self._stop()
+        removed = SPENT if keeps_held else REUSABLE
         for slots in (self._slots, self._retired):
-            unneeded = [slot for slot in slots if slot.refresh().state in REUSABLE or slot.is_occupied]
+            unneeded = [slot for slot in slots if slot.refresh().state in removed or slot.is_occupied]
             for slot in [slot for slot in unneeded if slot not in watched]:
                 self._remove(slot, slots)
         return not (self._slots or self._retired)

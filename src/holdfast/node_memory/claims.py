@@ -18,14 +18,17 @@ from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
 _NAME: Final = "trainers.lock"
+#: The byte of the processes that only look at the slots of all ranks, behind those of all ranks.
+_LOOKERS: Final = 1 << 40
 #: Pause between attempts: a process that removes a folder holds the lock for microseconds.
 _TURN_S: Final = 0.001
 _TIMEOUT_S: Final = 30.0
 
 
 class Claim:
-    """The claim of this process to the slots of `rank` (None: of all ranks) in `folder`, until it is closed or this
-    process ends. The folder is created again if it was removed, and cannot be removed as long as the claim lasts.
+    """The claim of this process to the slots of `rank` in `folder`, which it fills (None: to those of all ranks, which
+    it only reads), until it is closed or this process ends. The folder is created again if it was removed, and cannot
+    be removed as long as the claim lasts.
 
     Takes no memory except for a file name. Several processes may have a claim to the same rank.
 
@@ -34,11 +37,11 @@ class Claim:
     """
 
     def __init__(self, folder: NodeFolder, rank: int | None = None) -> None:
-        end = time.monotonic() + _TIMEOUT_S
+        start, end = _LOOKERS if rank is None else rank, time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end:
             fd = folder.open_or_create(_NAME)
             try:
-                if file_locks.try_lock(fd, *_bytes_of(rank), shared=True) and os.fstat(fd).st_nlink:
+                if file_locks.try_lock(fd, start, 1, shared=True) and os.fstat(fd).st_nlink:
                     self._fd = fd
                     return
             except BaseException:
@@ -62,8 +65,20 @@ class Claim:
 
 
 def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
-    """Whether a living process has a claim to the slots of `rank` (None: of any rank). True where that is unknown,
-    because something else lies in the place of the file, or it cannot be opened now."""
+    """Whether a living process has a claim to the slots of `rank` (None: of any rank), also one that only reads them.
+    True where that is unknown, because something else lies in the place of the file, or it cannot be opened now."""
+    if rank is None:
+        return _is_locked(folder, 0, 0)
+    return _is_locked(folder, rank, 1) or _is_locked(folder, _LOOKERS, 1)
+
+
+def has_trainer(folder: NodeFolder, rank: int) -> bool:
+    """Whether a living process has a claim to the slots of `rank`, which it fills. True where that is unknown."""
+    return _is_locked(folder, rank, 1)
+
+
+def _is_locked(folder: NodeFolder, start: int, nbytes: int) -> bool:
+    """Whether a living process has locked any of these bytes (0: all that follow)."""
     try:
         fd = folder.open(_NAME)
     except FileNotFoundError:
@@ -71,7 +86,7 @@ def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
     except (ConfigurationError, StorageError):
         return True
     try:
-        return file_locks.is_locked(fd, *_bytes_of(rank))
+        return file_locks.is_locked(fd, start, nbytes)
     finally:
         os.close(fd)
 
@@ -86,11 +101,6 @@ def remove_claims(folder: NodeFolder) -> bool:
     except (ConfigurationError, StorageError):
         return False
     try:
-        return file_locks.try_lock(fd, *_bytes_of(None)) and folder.discard(_NAME)
+        return file_locks.try_lock(fd, 0, 0) and folder.discard(_NAME)
     finally:
         file_locks.close(fd)
-
-
-def _bytes_of(rank: int | None) -> tuple[int, int]:
-    """The bytes that stand for a rank: their start and their number, where 0 means all that follow."""
-    return (0, 0) if rank is None else (rank, 1)

@@ -47,6 +47,7 @@ import secrets
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from threading import Lock
 from typing import Final, NamedTuple, Self
@@ -69,6 +70,10 @@ DATA_START: Final = HUGE_PAGE_NBYTES
 
 #: Bytes that are reserved between two checks of the free memory.
 _RESERVED_NBYTES: Final = 64 << 20
+
+#: Time in which another process lets go of a slot that it promotes, and the interval of looks at it.
+_PROMOTION_S: Final = 5.0
+_LOOK_S: Final = 0.01
 
 _PREFIX: Final = "slot-"
 _NAME: Final = re.compile(r"slot-(\d+)-\w+")
@@ -313,15 +318,20 @@ class Slot:
             if self._is_mine and record.state != SlotState.WRITING:
                 self.let_go()  # after the change, because WRITING without a lock means that the writer is dead
 
-    def promote(self) -> bool:
-        """Hand the slot to the keeper to make it durable, if it is HELD and no other process has its lock. Returns
-        whether it is HELD no longer."""
-        if self.refresh().state == SlotState.HELD and self.take():
-            if self.state == SlotState.HELD:
+    def promote(self, checkpoint_id: str) -> bool:
+        """Hand the slot to the keeper to make it durable, if it is HELD with a part of that checkpoint, and no other
+        process has its lock. Returns whether there is no such part in it any more."""
+
+        def is_held() -> bool:
+            contents = self.refresh().contents
+            return self.state == SlotState.HELD and contents is not None and contents.checkpoint_id == checkpoint_id
+
+        if is_held() and self.take():
+            if is_held():
                 self.advance(msgspec.structs.replace(self.record, state=SlotState.SEALED))
             else:
                 self.let_go()
-        return self.state != SlotState.HELD
+        return not is_held()
 
     def free_if_abandoned(self) -> bool:
         """Free the slot if the process that was filling it is dead. Returns whether it freed the slot."""
@@ -428,6 +438,16 @@ def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
     """The names of all slots in a folder, or of one rank's slots, sorted."""
     names = [name for name in folder.names() if _NAME.fullmatch(name)]
     return [name for name in names if rank is None or rank_of(name) == rank]
+
+
+def promote_all(folder: NodeFolder, checkpoint_id: str, *, is_meant: Callable[[Slot], bool] = lambda _: True) -> None:
+    """Hand the HELD parts of a checkpoint in `folder` to the keeper, which makes them durable; only those slots that
+    `is_meant` is true of. Several processes may do so at once."""
+    for name in slot_names(folder):
+        with suppress(FileNotFoundError, CorruptError), Slot(folder, name) as slot:
+            end = time.monotonic() + _PROMOTION_S
+            while is_meant(slot) and not slot.promote(checkpoint_id) and time.monotonic() < end:
+                time.sleep(_LOOK_S)
 
 
 def rank_of(name: str) -> int:
