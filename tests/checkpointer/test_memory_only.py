@@ -19,6 +19,7 @@ from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Ha
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
+from tests.faults.test_engine_faults import fill
 from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers, keepers
 from tests.support.models import start_new_job
@@ -121,6 +122,7 @@ import os, signal, sys
 from pathlib import Path
 from holdfast import Checkpointer, Memory
 from tests.checkpointer.test_memory_only import save_held, set_state, state_of
+from tests.faults.test_engine_faults import fill
 from tests.store.test_posix_storage import mounted
 from tests.support.keepers import keepers
 
@@ -368,6 +370,73 @@ def test_another_number_of_ranks_restores_it(run: str, tmp_path: Path, num_nodes
     assert run_ranks(3, restore_columns, run, nodes) == [(3, "node memory", True)] * 3
     assert committed(run) == [0, 3, 4]
     for node in nodes:
+        end_keepers(node)
+
+
+EVALUATION = """
+import sys
+from pathlib import Path
+from holdfast import Checkpointer, Memory
+import torch
+from tests.checkpointer.test_memory_only import SHAPE, state_of
+
+state = state_of() | {"sharded": torch.zeros(SHAPE)}
+with Checkpointer(sys.argv[1], state, memory=Memory(node_dir=Path(sys.argv[2]))) as own:
+    print(own.restore().step)
+"""
+
+
+def evaluated(run: str, node: Path) -> str:
+    """The step that an evaluation restores on that node, as text."""
+    command = [sys.executable, "-c", EVALUATION, run, str(node)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def train_beside_an_evaluation(run: str, nodes: list[Path]) -> tuple[str, set[tuple[int, SlotState]]]:
+    start_new_job()
+    node, restored = nodes[dist.get_rank()], ""
+    state = state_of() | {"sharded": sharded(0, dim=0)}
+    with Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0) as own:
+        own.save(0).durable.wait(20.0)
+        for step in (1, 2, 3):
+            save_held(own, state, step)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            restored = evaluated(run, node)
+            time.sleep(1.0)  # the keeper would act on whatever the evaluation asked for
+        dist.barrier()
+        return restored, states(run, node)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_an_evaluation_beside_the_training_changes_nothing(run: str, tmp_path: Path, num_nodes: int) -> None:
+    """One that saw the memory of one node of two gave its part up, as that of a dead job, and the keeper freed it."""
+    nodes = [tmp_path / f"node{number}" for number in range(num_nodes)]
+    for node in nodes:
+        node.mkdir()
+    (restored, held), (_, other) = run_ranks(2, train_beside_an_evaluation, run, [nodes[0], nodes[-1]])
+    assert restored == ("3" if num_nodes == 1 else "0")
+    assert held == other == {(2, SlotState.HELD), (3, SlotState.HELD)}
+    for node in nodes:
+        end_keepers(node)
+
+
+def test_where_memory_has_trouble_the_newest_one_stays_until_storage_has_a_newer_one(
+    run: str, state: dict[str, object], tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "shm", "tmpfs", "size=1g") as node:
+        own = Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0)
+        save_held(own, state, 0)
+        save_held(own, state, 1)
+        fill(node)
+        own.save(2, memory_only=True)  # there is no room for the file of its generation
+        assert own.save(3, memory_only=True).skipped
+        assert (1, SlotState.HELD) in states(run, node)
+        set_state(state, 4)
+        own.save(4)
+        assert committed(run)[-1] == 4
+        until(lambda: (1, SlotState.HELD) not in states(run, node))
+        own.close()
         end_keepers(node)
 
 

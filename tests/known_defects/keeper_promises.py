@@ -390,7 +390,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper claims ignored
         "keeper/test_keeper_promises.py::test_memory_of_a_rank_that_a_living_process_has_claimed_stays",
         "node_memory/claims.py",
-        "        return file_locks.is_locked(fd, *_bytes_of(rank))\n",
+        "        return file_locks.is_locked(fd, start, nbytes)\n",
         "        return False\n",
     ),
 ]
