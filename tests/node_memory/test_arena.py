@@ -105,6 +105,16 @@ def test_a_held_snapshot_is_filled_again_when_all_ranks_hold_a_newer_one(folder:
     arena.close()
 
 
+def test_a_part_of_a_checkpoint_that_was_given_up_protects_nothing(folder: NodeFolder) -> None:
+    """Another rank had no part of it, and no keeper had freed it yet: the last whole checkpoint was filled again."""
+    arena = ready(folder, MIB)
+    filled(some(arena.take(None)), SlotState.HELD, seq=1)
+    filled(some(arena.take(None)), SlotState.HELD, seq=2)
+    arena.is_given_up = lambda contents: contents.place == Place(1, 2)
+    assert arena.newest_sealed() == Place(1, 1)
+    arena.close()
+
+
 def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
     filled(some(arena.take(None)), SlotState.SEALED, seq=1)

@@ -30,6 +30,10 @@ class GivenUp:
         """Ids of the checkpoints whose copy failed on this rank, for the other ranks."""
         return tuple(self._failed)
 
+    def has(self, checkpoint_id: str) -> bool:
+        """Whether a checkpoint was given up, here or by all ranks."""
+        return checkpoint_id in self._failed or checkpoint_id in self._heard
+
     def fail(self, checkpoint_id: str) -> None:
         """Report to all ranks, with the next saves, that the copy of `checkpoint_id` failed here."""
         if checkpoint_id not in self._failed:

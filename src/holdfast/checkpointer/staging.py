@@ -246,6 +246,7 @@ class Stager:
         if record is not None:
             fenced = (record.error or "fenced") if record.state == SlotState.FENCED else ""
             known = msgspec.structs.replace(known, held_up=known.held_up or record.error, fenced=fenced)
+        arena.is_given_up = lambda contents: self._given_up.has(contents.checkpoint_id)
         newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
         mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
         if self._partless is not None:

@@ -56,6 +56,8 @@ class Arena:
         #: Whether a checkpoint is from an earlier job and no rank will load it again: its slot may be filled once it
         #: is durable, whatever checkpoint is needed.
         self.is_left: Callable[[Contents], bool] = lambda _: False
+        #: Whether a checkpoint was given up, because some rank has no part of it. Its slot here may still hold a part.
+        self.is_given_up: Callable[[Contents], bool] = lambda _: False
         self._one = Event()
         self._done = Event()
         #: Whether all slots are ready.
@@ -191,10 +193,11 @@ class Arena:
         return any(each.contents is not None and is_old(each.contents) for each in records if each.state in OWED)
 
     def newest_sealed(self) -> Place | None:
-        """The place of the newest checkpoint whose data file of this rank is complete in memory."""
+        """The place of the newest checkpoint whose data file of this rank is complete in memory, and that was not given
+        up."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired) if not slot.is_removed]
-        places = [record.contents.place for record in records if record.contents and record.state in WHOLE]
-        return max(places, default=None)
+        whole = [record.contents for record in records if record.contents and record.state in WHOLE]
+        return max((contents.place for contents in whole if not self.is_given_up(contents)), default=None)
 
     def give_back(self, *, watched: Collection[Slot] = (), keeps_held: bool = False) -> bool:
         """Stop preparing, and remove the slots whose contents need not become durable any more, except for the
