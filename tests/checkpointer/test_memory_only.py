@@ -429,7 +429,7 @@ def test_where_memory_has_trouble_the_newest_one_stays_until_storage_has_a_newer
         save_held(own, state, 0)
         save_held(own, state, 1)
         fill(node)
-        own.save(2, memory_only=True)  # there is no room for the file of its generation
+        until_over(own.save(2, memory_only=True))  # there is no room for the file of its generation
         assert own.save(3, memory_only=True).skipped
         assert (1, SlotState.HELD) in states(run, node)
         set_state(state, 4)

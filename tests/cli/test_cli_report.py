@@ -54,7 +54,7 @@ def test_a_page_without_events_says_how_to_record_them(recorded: str) -> None:
     done = holdfast_command("report", recorded)
     assert done.status == 0
     assert "the page has no times" in done.err
-    assert "listeners=[holdfast.observing.JsonLines()]" in Path("gpt-report.html").read_text()
+    assert "listeners=[JsonLines()] from holdfast.observing" in Path("gpt-report.html").read_text()
 
 
 def test_a_page_that_cannot_be_written_is_an_error(recorded: str) -> None:

@@ -117,6 +117,21 @@ def test_where_a_part_of_the_newest_is_missing_the_one_before_it_becomes_durable
     assert_loads(run, held)
 
 
+def test_one_whose_bytes_have_changed_since_is_not_made_durable_but_the_one_before_it(
+    run: Run, held: Saved, folder: NodeFolder, keeper: Keeper
+) -> None:
+    """The keeper committed it as the head, and no restore could read it."""
+    with ExitStack() as stack:
+        with Claim(folder, 0):
+            later = Later(held, folder, stack)
+            until(lambda: looked(keeper) and {slot.refresh().state for slot in later.slots} == {SlotState.HELD})
+        for slot in later.slots:
+            slot.data[5000] ^= 1
+        until(lambda: looked(keeper) and states(held) == {SlotState.COMMITTED})
+        assert {slot.refresh().state for slot in later.slots} == {SlotState.FREE}
+    assert_loads(run, held)
+
+
 def test_an_older_one_goes_when_the_newest_is_durable(
     run: Run, held: Saved, folder: NodeFolder, keeper: Keeper
 ) -> None:

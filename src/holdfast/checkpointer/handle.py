@@ -74,6 +74,10 @@ class Stage:
         if self.error is not None:
             raise self.error
 
+    def __repr__(self) -> str:
+        state = "not over yet" if not self.is_over else "done" if self.error is None else f"failed: {self.error.code}"
+        return f"<Stage {self._what!r}: {state}>"
+
     def end(self, error: HoldfastError | None = None, *, nbytes: int = 0) -> None:
         """Record that it is done, or has failed with `error`. Only the first call counts."""
         if not self._over.is_set:
@@ -89,6 +93,7 @@ class Handle:
 
     `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
     have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
+    `trouble` says why the last try to make it durable failed.
     ``blocked_s`` is the time that the call of `save` took on this rank, and ``memory_wait_s`` the part of it for which
     the memory of the node was not ready, as at a first save that comes soon after the start.
     """

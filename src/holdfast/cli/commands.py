@@ -332,7 +332,10 @@ def node(
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - it is looked at
     free: Annotated[
-        bool, typer.Option("--free", help="Free durable snapshots of ranks whose trainers have ended.")
+        bool,
+        typer.Option(
+            "--free", help="Free durable snapshots of ranks whose trainers have ended, of RUN or of all your runs."
+        ),
     ] = False,
     stop: Annotated[
         bool,

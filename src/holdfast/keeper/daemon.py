@@ -77,8 +77,9 @@ class Keeper:
 
     The keeper changes a slot only as `holdfast.node_memory.slots` allows: it owns STAGED and SEALED slots, and takes
     the lock of any other slot. Its threads share that right without a race. Only the sealer changes a slot from STAGED
-    to SEALED (`_seals` has the slot's name meanwhile). Writers only read. The one thread that uses this object makes
-    every other change: it does not change a slot that is being sealed, and does not free a slot that is being read.
+    to SEALED or HELD, and from HELD to SEALED (`_seals` has the slot's name meanwhile). Writers only read. The one
+    thread that uses this object makes every other change: it does not change a slot that is being sealed, and does not
+    free a slot that is being read.
     """
 
     def __init__(self, folder: NodeFolder, lock: int | None = None) -> None:
@@ -271,10 +272,7 @@ class Keeper:
         given_up = given_up_ids(self._folder)
         for slot in [*self._owed_at_rest(), *self._held()]:
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
-                if slot.state == SlotState.HELD:
-                    self._free_held(slot)
-                else:
-                    slot.advance(SlotRecord(SlotState.FREE))
+                self._free(slot)
 
     def _promote(self) -> None:
         """Begin to make the newest HELD checkpoint durable, if the trainers have ended that would have replaced it.
@@ -285,16 +283,17 @@ class Keeper:
         has_trainers = any(has_trainer(self._folder, slot.rank) for slot in held)
         for slot in [*held, *at_rest]:
             contents = slot.record.contents
-            assert contents is not None
+            if contents is None:  # freed just now, with another part of its checkpoint
+                continue
             newer = [(state, other) for state, other in self._living(contents.run_id) if contents.place < other.place]
             is_late = contents.memory_only and any(state == SlotState.COMMITTED for state, _ in newer)
-            if is_late and slot.state == SlotState.SEALED:
-                slot.advance(SlotRecord(SlotState.FREE))
-            elif slot.state == SlotState.HELD and not has_trainers:
-                if is_late:
-                    self._free_held(slot)
-                elif all(state in OWED and self._waits_long(other.checkpoint_id) for state, other in newer):
-                    slot.promote(contents.checkpoint_id)
+            is_next = all(state in OWED and self._waits_long(other.checkpoint_id) for state, other in newer)
+            if is_late and (slot.state == SlotState.SEALED or not has_trainers):
+                self._free(slot)
+            elif is_next and slot.state == SlotState.HELD and not has_trainers and slot.name not in self._seals:
+                sealing = self._sealing(contents.checkpoint_id)
+                if sealing is not None:
+                    self._seals[slot.name] = self._sealers.submit(sealing.promote, slot)
 
     def _waits_long(self, checkpoint_id: str) -> bool:
         """Whether this node has written its part of a checkpoint, and waits in vain for those of other nodes."""
@@ -310,13 +309,16 @@ class Keeper:
     def _held(self) -> list[Slot]:
         return [slot for slot in self._slots.values() if slot.state == SlotState.HELD]
 
-    def _free_held(self, slot: Slot) -> None:
-        """Free a HELD slot, unless a trainer has just taken it."""
-        if slot.take():
-            if slot.state == SlotState.HELD:
-                slot.advance(SlotRecord(SlotState.FREE))
-            else:
-                slot.let_go()
+    def _free(self, slot: Slot) -> None:
+        """Free a slot whose contents nobody needs: one that the keeper owns, or a HELD one that no trainer has just
+        taken."""
+        is_held = slot.state == SlotState.HELD
+        if is_held and not slot.take():
+            return
+        if is_held and slot.refresh().state != SlotState.HELD:
+            slot.let_go()
+            return
+        slot.advance(SlotRecord(SlotState.FREE))
 
     def _abandon(self, orphaned_s: float) -> None:
         """Release unpersisted slots whose trainers never returned, unless they are being read."""
@@ -336,7 +338,7 @@ class Keeper:
         return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
 
     def _seal_all(self) -> bool:
-        """Start to seal STAGED slots. Returns whether any slot is being sealed."""
+        """Start to seal STAGED slots. Returns whether any slot is being sealed or promoted."""
         for name in [name for name, seal in self._seals.items() if seal.done()]:
             error = self._seals.pop(name).exception()
             if error is not None:
@@ -351,7 +353,7 @@ class Keeper:
 
     def _lose(self, slot: Slot, why: str) -> None:
         _log.error("'%s' is given up: %s.", slot.path, why.rstrip("."))
-        slot.advance(SlotRecord(SlotState.FREE))
+        self._free(slot)
 
     def _sealing(self, checkpoint_id: str) -> Sealing | None:
         """The `Sealing` of a checkpoint. None where the file of its generation cannot be read now, and where it is lost
@@ -360,7 +362,7 @@ class Keeper:
             try:
                 self._generations[checkpoint_id] = Sealing(read_generation(self._folder, checkpoint_id))
             except (FileNotFoundError, CorruptError, IncompatibleError) as error:
-                for slot in self._owed_at_rest():
+                for slot in [*self._owed_at_rest(), *self._held()]:
                     if slot.record.contents is not None and slot.record.contents.checkpoint_id == checkpoint_id:
                         self._lose(slot, f"nothing is known of its checkpoint. {error}")
                 return None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import xxhash
 
-from holdfast.errors import StorageError
+from holdfast.errors import CorruptError, StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
@@ -48,6 +48,24 @@ class Sealing:
         slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
         state = SlotState.HELD if contents.memory_only else SlotState.SEALED
         slot.advance(SlotRecord(state, contents, xxhash.xxh3_128_hexdigest(table)))
+
+    def promote(self, slot: Slot) -> None:
+        """Make a HELD slot SEALED, unless a trainer has taken it. Its bytes may have lain in memory for hours, so this
+        hashes them again. Raises `CorruptError` if they have changed: then it stays HELD."""
+        contents, digest = slot.record.contents, slot.record.digest
+        assert contents is not None
+        table = digest_blocks(slot.data[contents.data_start : contents.nbytes])
+        if xxhash.xxh3_128_hexdigest(table) == digest:
+            slot.promote(contents.checkpoint_id)
+        elif slot.refresh().state == SlotState.HELD and slot.record.contents == contents:
+            raise CorruptError(
+                f"step {contents.step} has changed in the memory of this node since it was saved there.",
+                code="corrupt.slot",
+                action="Check the memory of this machine. Holdfast uses an older checkpoint.",
+                path=str(slot.path),
+                step=contents.step,
+                tier="node memory",
+            )
 
 
 def data_file(slot: Slot) -> Bytes:

@@ -92,8 +92,8 @@ def no_events(folder: Path | None, run: str) -> NotFoundError:
     return NotFoundError(
         f"no events of '{run}' are recorded in '{folder}'." if folder else f"'{run}' has no folder of recorded events.",
         code="not_found.events",
-        action="Give the Checkpointer listeners=[holdfast.observing.JsonLines()], and name the folder with --events "
-        "if it has another one.",
+        action="Give the Checkpointer listeners=[JsonLines()] from holdfast.observing, and name the folder with "
+        "--events if it has another one.",
         path=run,
     )
 
