@@ -72,6 +72,18 @@ class TestStep:
             checkpointer.step(1)
         assert caplog.text.count("has no holdfast.RandomState()") == (0 if has_it else 1)
 
+    def test_a_loop_that_forgot_to_restore_is_told_at_its_first_step(self, run: str, state: dict[str, object]) -> None:
+        """It was told at its first save: all training up to then was lost."""
+        holdfast.save(run, state, 0)
+        start_new_job()
+        forgetful = Checkpointer(run, state, memory=None, save=EverySteps(500))
+        with pytest.raises(ConfigurationError) as error:
+            forgetful.step(0)
+        assert error.value.code == "config.unloaded_history"
+        forgetful.restore()
+        assert forgetful.step(1) is None
+        forgetful.close()
+
     def test_metrics_are_read_only_where_they_are_needed(self, run: str, state: dict[str, object]) -> None:
         class OnDevice:
             num_reads = 0

@@ -27,6 +27,7 @@ from holdfast.calls import (
 from holdfast.checkpointer.background_save import SavingJob
 from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
+from holdfast.checkpointer.first_save import check_loaded
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_option import Memory
@@ -332,7 +333,8 @@ class Checkpointer:
 
         Raises what `save` raises, and `ConfigurationError`: ``config.no_policy``: the option `save` is missing;
         ``config.step_order``: steps do not follow each other, or do not follow the restored checkpoint;
-        ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run.
+        ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run;
+        ``config.unloaded_history``, at the first step: the run has checkpoints, and this job has restored none.
         """
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
@@ -498,6 +500,8 @@ class Checkpointer:
                     path=self._run.url,
                 )
             self._find_run()
+            if verb == "step" and self._restored is None and not self._takeover:
+                check_loaded(self._run, group=self._group, timeout_s=self._timeout_s)
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
             if self._is_first_rank and not has_random_state(self._state):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Final
 
 from torch.distributed import ProcessGroup
 
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
-from holdfast.errors import StateError
+from holdfast.errors import NotFoundError, StateError
 from holdfast.format import records
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.phases import attempt
 from holdfast.run.history import Run
+from holdfast.run.session import JOB
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Location
 from holdfast.store.posix_errors import check_creatable
@@ -47,6 +49,20 @@ def check_first_save(
         return b""
 
     channel.exchange("first save", attempt(check), answer, deadline, takes=dict[str, list[str]], gives=bytes)
+    channel.await_readers(deadline)
+
+
+def check_loaded(run: Location, *, group: ProcessGroup | None, timeout_s: float) -> None:
+    """Raise, on all ranks, the error with which the first save of a loop would end that has not restored from a `run`
+    with a history. Collective."""
+    deadline = Deadline(timeout_s)
+    channel = default_channel("first step", group, deadline=deadline)
+
+    def check() -> None:
+        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage, suppress(NotFoundError):
+            JOB.check_loaded(Run.open(storage))
+
+    channel.confirm("first step", attempt(check) if channel.rank == 0 else None, deadline)
     channel.await_readers(deadline)
 
 

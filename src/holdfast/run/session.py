@@ -255,6 +255,18 @@ class Session:
             return place
 
     @outer(NOTES)
+    def check_loaded(self, run: Run) -> None:
+        """Raise the `ConfigurationError` (``config.unloaded_history``) with which the first save of this process would
+        end, because `run` has commits, and this process has neither loaded from it nor saved into it."""
+        root = run.storage.resolved()
+        with self._lock:
+            memory = self._memory(root, run.run_id)
+            is_known = memory.loaded is not None or memory.last is not None
+            head = None if is_known else run.head()
+            if head is not None:
+                raise _unloaded(run, memory, head, moved_from=self._other_root(memory))
+
+    @outer(NOTES)
     def note_step(self, run: Run, step: int) -> int | None:
         """Remember the step that is saved at the last place that `begin` gave.
 
