@@ -72,6 +72,20 @@ class TestStep:
             checkpointer.step(1)
         assert caplog.text.count("has no holdfast.RandomState()") == (0 if has_it else 1)
 
+    def test_a_loop_with_no_step_left_says_so(
+        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for _ in range(2):
+            start_new_job()
+            caplog.clear()
+            with (
+                caplog.at_level("INFO", logger="holdfast"),
+                Checkpointer(run, state, memory=None, save=EverySteps(5)) as checkpointer,
+            ):
+                for step in checkpointer.steps(3):
+                    checkpointer.step(step)
+        assert "the next step would be 3, so nothing is left of 3 steps" in caplog.text
+
     def test_a_loop_that_forgot_to_restore_is_told_at_its_first_step(self, run: str, state: dict[str, object]) -> None:
         """It was told at its first save: all training up to then was lost."""
         holdfast.save(run, state, 0)

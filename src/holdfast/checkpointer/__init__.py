@@ -319,6 +319,8 @@ class Checkpointer:
             loop.check_restorable()
         restored = self.restore() if self._restored is None else self._restored
         step = loop.begin(restored.next_step, last=total - 1)
+        if step >= total and self._is_first_rank:
+            LOG.info("the next step would be %d, so nothing is left of %d steps", step, total)
         while step < total and not loop.is_over:
             yield step
             step = loop.next_after(step)

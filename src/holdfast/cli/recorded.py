@@ -82,7 +82,7 @@ def write_output(path: Path, data: bytes, *, is_own: Callable[[bytes], bool]) ->
         raise StorageError(
             f"'{path}' cannot be written: {error.strerror or error}.",
             code="storage.output",
-            action="Make room where it goes, or send it elsewhere.",
+            action="Name a file in a folder that exists and takes files, with room for it.",
             path=str(path),
         ) from error
     say(console(), f"wrote {path}")
