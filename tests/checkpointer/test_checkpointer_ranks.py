@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 import holdfast
 from holdfast import Checkpointer, Memory, StateError
+from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of, holdfast_rollback, late_copies
 from tests.faults.test_engine_faults import fill
@@ -85,6 +87,30 @@ def test_ranks_of_another_layout_restore_from_the_memory_of_several_nodes(
     # One rank is on one node, and cannot see the other's memory.
     tier = "storage" if world_size == 1 else "node memory"
     assert run_ranks(world_size, restore_columns, run, nodes[:2]) == [(tier, 3, True)] * world_size
+
+
+def lose_a_slot_once(run: str, node: Path) -> list[int]:
+    """Rank 0 finds no slot for step 1, though all have agreed that there is one. Returns the steps that are durable."""
+    start_new_job()
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0) as checkpointer:
+        handles = [checkpointer.save(0)]
+        handles[0].durable.wait(20.0)
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(Arena, "take", lambda *_: None)
+            handles.append(checkpointer.save(1))
+            time.sleep(1.0)  # the copy has failed on rank 0 by then
+        handles += [checkpointer.save(step) for step in (2, 3)]
+        for handle in handles:
+            until(lambda handle=handle: handle.durable.is_over)  # type: ignore[misc]
+    return [handle.step for handle in handles if handle.durable.is_done]
+
+
+def test_a_rank_that_alone_gives_its_memory_back_does_not_keep_the_others_waiting(run: str, nodes: list[Path]) -> None:
+    """It looked at its slots once more than the others, and all of them waited for `timeout_s`."""
+    first, second = run_ranks(2, lose_a_slot_once, run, nodes[0])
+    assert first == second == [0, 2, 3]
 
 
 def test_when_a_node_has_lost_its_memory_all_restore_from_storage(run: str, nodes: list[Path]) -> None:

@@ -126,7 +126,8 @@ def test_top_shows_the_shares_of_the_time_so_far(recorded: str) -> None:
     assert list(shares) == ["goodput", "provisional", "wasted", "saves", "restores", "recovery", "start", "other"]
     assert sum(shares.values()) == pytest.approx(100, abs=0.4)
     assert shares["goodput"] == pytest.approx(100 * ledger["seconds"]["GOODPUT"] / ledger["wall_s"], abs=0.051)
-    assert shares["saves"] > 0
+    saves = ledger["seconds"]["UNPRODUCTIVE_CHECKPOINT_SAVE_TIME"] / ledger["wall_s"]
+    assert shares["saves"] == pytest.approx(100 * saves, abs=0.051)
     (about,) = (line for line in done.lines if line.startswith("time so far: "))
     assert about.endswith(" in 1 job, with 0 disruptions")
 

@@ -145,7 +145,8 @@ class TestUnion:
         ],
     )
     def test_a_policy_for_when_and_one_for_how_much_are_told_apart(self, join: Callable[[], object]) -> None:
-        save, keep = r"EverySteps\(num_steps=5\) \| EveryTime\(seconds=60\)", r"KeepLast\(number=3\)"
+        save = r"EverySteps\(num_steps=5, memory_only=False\) \| EveryTime\(seconds=60, memory_only=False\)"
+        keep = r"KeepLast\(number=3\)"
         with pytest.raises(
             TypeError, match=f"{save} says when to save, and {keep} what to keep.* save={save}, keep={keep}"
         ):

@@ -246,8 +246,10 @@ class MemoryTier:
                 self._has_looked = True
                 self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
                 continue
-            if self.stager.run_id != found.run_id:
-                self.stager.belong_to(found.run_id)
+            if found.is_new_run:
+                # A rank alone may have given its memory back, and all must look as often as it does.
+                if self.stager.run_id != found.run_id:
+                    self.stager.belong_to(found.run_id)
                 continue  # foreign slots were freed, so look again
             if found.looks_again:
                 clearing = Clearing(self.stager.first, takes_over=self._has_restored)
@@ -282,7 +284,7 @@ class MemoryTier:
                 awaited=None if self._commit_wait is None else self._commit_wait.restored.place,
                 put_off=self._trouble if self.is_put_off else None,
             )
-            return msgspec.structs.replace(status, left_s=left_s())
+            return msgspec.structs.replace(status, left_s=left_s(), run_id=self.stager.run_id)
 
         found = channel.exchange("memory", attempt(stand), look, deadline, takes=MemoryStatus, gives=SnapshotRoom)
         if self._commit_wait is not None and not found.awaits_commit and found.trouble is None:

@@ -33,6 +33,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     - `has_left`: a slot holds a checkpoint that an earlier job left, that is not durable, and that this job did not
       restore.
     - ``left_s``: the seconds until the machine of this rank is taken away, as far as the rank knows.
+    - `run_id`: the id of the run that the rank's memory belongs to (None: it is not known yet).
     """
 
     sealed: Place | None
@@ -48,6 +49,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     fenced: str = ""
     has_left: bool = False
     left_s: float = math.inf
+    run_id: str | None = None
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""
@@ -73,6 +75,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     - `awaits_commit`: the checkpoint that this job restored from memory is not committed yet, and no save can follow it
       before. Then `full` is empty as long as the save may wait, and has all ranks when it waits no longer.
     - `looks_again`: all ranks are to look again at what earlier jobs left in memory.
+    - `is_new_run`: the memory of some rank does not belong to the run yet. Then all look at their slots again.
     """
 
     run_id: str
@@ -87,6 +90,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     held_up: str
     awaits_commit: bool = False
     looks_again: bool = False
+    is_new_run: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -115,7 +119,10 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
         backoff = Backoff.merged([standing.backoff for standing in standings])
         told = [standings[number].held_up for number in full] + [standing.held_up for standing in standings]
         held_up = next(filter(None, told), "")
-        return SnapshotRoom(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up)
+        return SnapshotRoom(
+            *(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up),
+            is_new_run=any(standing.run_id != run_id for standing in standings),
+        )
 
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
