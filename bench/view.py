@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
@@ -90,6 +91,12 @@ class Library(NamedTuple):
     read: Callable[[Path, str], torch.Tensor]
 
 
+def _save_dcp(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it says that this is one process
+        dcp_save(tensors, checkpoint_id=folder, no_dist=True)
+
+
 def _read_dcp(folder: Path, name: str) -> torch.Tensor:
     state = {name: torch.empty(_SHAPE)}
     dcp_load(state, checkpoint_id=folder, no_dist=True)
@@ -104,7 +111,7 @@ LIBRARIES = {
     ),
     "dcp": Library(
         "torch.distributed.checkpoint",
-        lambda folder, tensors: dcp_save(tensors, checkpoint_id=folder, no_dist=True),
+        _save_dcp,
         _read_dcp,
     ),
     "safetensors": Library(
