@@ -193,6 +193,19 @@ def test_reserving_ends_where_who_looks_on_says_so(slot: Slot) -> None:
     assert slot.path.stat().st_blocks * 512 <= 4096
 
 
+def test_a_child_that_was_just_forked_keeps_no_slot_from_being_taken(folder: NodeFolder) -> None:
+    """It had the file in which the slot was made, with its lock, until it ran: no save could fill the slot."""
+    created = folder.create_unnamed
+
+    def create_and_fork() -> tuple[str, int]:
+        name, fd = created()
+        os.dup(fd)  # as a child has it
+        return name, fd
+
+    with patch.object(folder, "create_unnamed", create_and_fork), Slot.create(folder, rank=3, nbytes=MIB) as slot:
+        assert slot.take()
+
+
 def test_training_state_is_in_no_core_dump_and_in_no_child(slot: Slot) -> None:
     text = Path("/proc/self/smaps").read_text()
     (mapping,) = (part for part in text.split("VmFlags:") if slot.name in part)

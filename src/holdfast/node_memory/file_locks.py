@@ -53,8 +53,10 @@ def unlock(fd: int) -> None:
 
 
 def close(fd: int) -> None:
-    """Close `fd`, and release its locks."""
-    _private.discard(fd)
+    """Close `fd`, and release its locks. A child that was forked a moment ago may still have the open file, and so
+    would keep the locks; only an `inherited` one is to."""
+    if fd in _private:
+        unlock(fd)
     os.close(fd)
 
 
