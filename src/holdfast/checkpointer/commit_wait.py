@@ -41,6 +41,8 @@ class CommitWait:
 
     def __init__(self, restored: RestoredCheckpoint) -> None:
         self.restored = restored
+        #: Whether the save that waits now has asked the keeper to make it durable.
+        self.is_asked = False
         #: Whether a save has waited in vain.
         self._was_late = False
         self._begun_s = time.monotonic()
@@ -49,6 +51,7 @@ class CommitWait:
     def begin(self) -> None:
         """Note that another save begins to wait."""
         self._begun_s = time.monotonic()
+        self.is_asked = False
 
     def is_late(self, *, is_over: bool) -> bool:
         """Whether the save that waits now waits no longer: its own time `is_over`, or an earlier save has waited in

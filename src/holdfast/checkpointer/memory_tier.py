@@ -274,8 +274,10 @@ class MemoryTier:
         """The answer after all ranks have looked at their memory once. Raises the trouble of any rank."""
 
         def stand() -> MemoryStatus:
-            if self._commit_wait is not None and not self.is_put_off:
-                self.stager.promote(self._commit_wait.restored.checkpoint_id)
+            wait = self._commit_wait
+            if wait is not None and not wait.is_asked and not self.is_put_off:
+                self.stager.promote(wait.restored.checkpoint_id)
+                wait.is_asked = True
             status = self.stager.standing(
                 is_as_before=is_as_before,
                 has_looked=self._has_looked,
