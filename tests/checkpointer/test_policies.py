@@ -59,45 +59,6 @@ class TestStep:
         assert [step for step, handle in handles.items() if handle] == [4, 6, 8, 12]
         assert committed(run) == [4, 6, 8, 12]
 
-    @pytest.mark.parametrize("has_it", [True, False])
-    def test_a_loop_is_told_that_it_forgets_its_random_numbers(
-        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture, *, has_it: bool
-    ) -> None:
-        state |= {"inner": {"random": holdfast.RandomState()}} if has_it else {}
-        with (
-            caplog.at_level("INFO", logger="holdfast"),
-            Checkpointer(run, state, memory=None, save=EverySteps(5)) as checkpointer,
-        ):
-            checkpointer.step(0)
-            checkpointer.step(1)
-        assert caplog.text.count("has no holdfast.RandomState()") == (0 if has_it else 1)
-
-    def test_a_loop_with_no_step_left_says_so(
-        self, run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        for _ in range(2):
-            start_new_job()
-            caplog.clear()
-            with (
-                caplog.at_level("INFO", logger="holdfast"),
-                Checkpointer(run, state, memory=None, save=EverySteps(5)) as checkpointer,
-            ):
-                for step in checkpointer.steps(3):
-                    checkpointer.step(step)
-        assert "the next step would be 3, so nothing is left of 3 steps" in caplog.text
-
-    def test_a_loop_that_forgot_to_restore_is_told_at_its_first_step(self, run: str, state: dict[str, object]) -> None:
-        """It was told at its first save: all training up to then was lost."""
-        holdfast.save(run, state, 0)
-        start_new_job()
-        forgetful = Checkpointer(run, state, memory=None, save=EverySteps(500))
-        with pytest.raises(ConfigurationError) as error:
-            forgetful.step(0)
-        assert error.value.code == "config.unloaded_history"
-        forgetful.restore()
-        assert forgetful.step(1) is None
-        forgetful.close()
-
     def test_metrics_are_read_only_where_they_are_needed(self, run: str, state: dict[str, object]) -> None:
         class OnDevice:
             num_reads = 0

@@ -21,6 +21,7 @@ from holdfast.run.history import Run
 from holdfast.run.resumes import ResumeCounts
 from holdfast.run.rollback import rollback
 from holdfast.store.urls import location_of, open_store
+from tests.checkpointer.test_resuming import state_of, train
 from tests.support.models import start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks
 
@@ -40,21 +41,6 @@ if when == "in the first save":
     checkpointer.save(report.next_step)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def state_of(value: float = 0.0) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((1000,), value)}
-
-
-def train(run: str, steps: range, memory: Memory | None = None) -> None:
-    """A job that saves after each of `steps`, and ends in an orderly way."""
-    start_new_job()
-    state = state_of()
-    with Checkpointer(run, state, memory=memory) as own:
-        own.restore()
-        for step in steps:
-            state["w"].fill_(step)
-            own.save(step)
 
 
 def killed(run: str, *, when: str = "before the first save", node_dir: Path | None = None) -> str:

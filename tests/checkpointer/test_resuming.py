@@ -25,7 +25,7 @@ def state_of(value: float = 0.0) -> dict[str, torch.Tensor]:
     return {"w": torch.full((1000,), value)}
 
 
-def train(run: str, steps: range, memory: Memory | None) -> None:
+def train(run: str, steps: range, memory: Memory | None = None) -> None:
     """A job that saves after each of `steps`, whose number is the value of the state."""
     start_new_job()
     state = state_of()
