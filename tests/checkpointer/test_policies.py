@@ -545,7 +545,7 @@ with holdfast.Checkpointer(sys.argv[1], state, memory=memory, save=holdfast.OnPr
         if step == 3 and dist.get_rank() == 0:
             print("trains", flush=True)
         checkpointer.step(step)
-print("ends after", step, flush=True)
+sys.stdout.write(f"ends after {step}\\n")  # in one piece: under torchrun Python does not buffer, and print writes three
 dist.destroy_process_group()
 """
 
