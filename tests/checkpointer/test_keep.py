@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, KeepBest, KeepEvery, KeepFor, KeepLast, Memory
+from holdfast import Checkpointer, ConfigurationError, EverySteps, KeepBest, KeepEvery, KeepFor, KeepLast, Memory
 from holdfast.checkpointer import pruning
 from holdfast.errors import StorageError
 from holdfast.run.retention import Retention
@@ -60,6 +60,22 @@ def test_close_waits_a_little_for_the_deletions_that_are_due(run: str, state: di
     assert time.monotonic() - begun_s < 1
 
 
+def test_a_misspelt_metric_of_keep_is_told_at_the_first_step_and_once(
+    run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = KeepBest("los")
+    with Checkpointer(run, state, memory=None, save=EverySteps(2), keep=keep) as checkpointer:
+        checkpointer.step(1, metrics={"loss": 1.0})
+        told = warnings_of(caplog)
+        for step in range(2, 9):
+            checkpointer.step(step, metrics={"loss": 1.0})
+    assert len(told) == 1
+    assert "the loop gives no metric 'los'; did you mean 'loss'?" in told[0]
+    assert "KeepBest('los') cannot choose the best ones, and nothing is deleted" in told[0]
+    assert warnings_of(caplog) == told
+    assert steps(run) == [8, 6, 4, 2]
+
+
 def test_by_default_everything_stays(run: str, state: dict[str, object]) -> None:
     with Checkpointer(run, state, memory=None) as checkpointer:
         for step in range(4):
@@ -89,12 +105,12 @@ def test_a_pinned_checkpoint_stays(run: str, state: dict[str, object]) -> None:
 def test_a_metric_that_never_appears_deletes_nothing_and_is_told_once(
     run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Checkpointer(run, state, memory=None, keep=KeepBest("acuracy", mode="max")) as checkpointer:
+    with Checkpointer(run, state, memory=None, keep=KeepBest("recall", mode="max")) as checkpointer:
         for step in range(4):
             checkpointer.save(step, metrics={"accuracy": step / 10})
     assert steps(run) == [3, 2, 1, 0]
     (told,) = warnings_of(caplog)
-    assert "no checkpoint has the metric 'acuracy' (they have 'accuracy')" in told
+    assert "no checkpoint has the metric 'recall' (they have 'accuracy')" in told
     assert "nothing of it is deleted" in told
 
 

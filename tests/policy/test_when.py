@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.policy.keep import KeepLast
+from holdfast.policy.metric_names import MetricWatch, meant
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
 from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
@@ -92,13 +93,63 @@ class TestOnMetric:
             "metric 'loss' is nan, which is never better; check what the loop gives to step(metrics=)"
         ]
 
-    def test_a_metric_that_never_comes_is_told_with_those_that_do(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_misspelt_metric_is_told_at_the_first_step_with_the_one_that_was_meant(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         trigger = MetricTrigger(OnMetric("los"))
+        trigger.wish(None, 0.0)
+        assert not caplog.records
         for _ in range(3000):
-            trigger.wish({"loss": 1.0}, 0.0)
+            trigger.wish({"lr": 0.1, "loss": 1.0}, 0.0)
+        assert [record.getMessage() for record in caplog.records] == [
+            "OnMetric('los') saves nothing so far: step() gets no metric 'los'; did you mean 'loss'?"
+        ]
+
+    def test_a_metric_that_never_comes_is_told_after_a_hundred_steps_with_others(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trigger = MetricTrigger(OnMetric("accuracy"))
+        for step in range(3000):
+            assert len(caplog.records) == (step >= 200)
+            trigger.wish({"loss": 1.0} if step % 2 else None, 0.0)
         (record,) = caplog.records
-        assert "no step has had the metric 'los' in 1,000 steps" in record.message
-        assert "its metrics are 'loss'" in record.message
+        assert "100 steps had other metrics than 'accuracy' (the last one 'loss')" in record.getMessage()
+
+    def test_a_loop_that_never_gives_metrics_is_told_after_a_thousand_steps(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        trigger = MetricTrigger(OnMetric("loss"))
+        for step in range(3000):
+            assert len(caplog.records) == (step >= 1000)
+            trigger.wish(None, 0.0)
+        (record,) = caplog.records
+        assert "no step has had the metric 'loss' in 1,000 steps; give it to step(metrics=)" in record.getMessage()
+
+    @pytest.mark.parametrize(
+        ("name", "given", "slip"),
+        [
+            ("los", ["lr", "loss"], "loss"),
+            ("Loss", ["loss"], "loss"),
+            ("val/loss", ["val_loss"], "val_loss"),
+            ("val_los", ["loss", "val_loss"], "val_loss"),
+            ("acc", ["accuracy"], "accuracy"),
+            ("val_loss", ["loss"], None),
+            ("eval/loss", ["train/loss", "loss"], None),
+            ("val_accuracy", ["train_accuracy"], None),
+            ("top5", ["top1"], None),
+            ("@", ["#", "loss"], None),
+        ],
+    )
+    def test_a_slip_differs_in_alike_words_and_not_in_a_word_more(
+        self, name: str, given: list[str], slip: str | None
+    ) -> None:
+        assert meant(name, given) == slip
+
+    def test_a_metric_that_comes_once_is_never_taken_for_a_slip(self) -> None:
+        watch = MetricWatch("loss")
+        assert watch.slip(["loss", "loss1"]) is None
+        assert watch.slip(["los"]) is None
+        assert watch.is_over
 
     def test_a_metric_that_is_no_number_is_refused_by_its_name(self) -> None:
         with pytest.raises(ValueError, match="metric 'loss' must be one number, not 'low'"):

@@ -195,6 +195,7 @@ class Checkpointer:
             raise no_memory(self._run.url)
         self._find_run()
         handle = Handle(whole(step), memory_only=memory_only)
+        self._pruning.note_metrics(metrics or (), self._group)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
         heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
@@ -341,6 +342,7 @@ class Checkpointer:
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
         self._observers.step_ends(step)
+        self._pruning.note_metrics(metrics or (), self._group)
         try:
             due = loop.due(step, metrics)
             self._observers.note_choice(loop.choice)

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Final
 
+from torch.distributed import ProcessGroup
+
 from holdfast.checkpointer.events import Listener, SaveBegun, SaveCommitted, SaveEvent
+from holdfast.control.torch_store import global_rank, group_ranks
 from holdfast.errors import HoldfastError
 from holdfast.latch import Latch
 from holdfast.phases import LOG
-from holdfast.policy.keep import KeepPolicy
+from holdfast.policy.keep import KeepBest, KeepPolicy, parts_of
+from holdfast.policy.metric_names import MetricWatch
 from holdfast.run.history import Run
 from holdfast.run.retention import Retention
 from holdfast.run.session import JOB
@@ -59,6 +63,8 @@ class Pruning:
         self._threads: dict[int, Thread] = {}
         self._hurry = Latch()
         self._stop = Latch()
+        best = [] if policy is None else [part for part in parts_of(policy) if isinstance(part, KeepBest)]
+        self._watches = [(part, MetricWatch(part.metric)) for part in best]
         #: The causes of trouble that a warning has told.
         self._told = set[str]()
 
@@ -74,6 +80,18 @@ class Pruning:
                 self.begin_round()
 
         return hear
+
+    def note_metrics(self, metrics: Iterable[str], group: ProcessGroup | None) -> None:
+        """Look at the names of the metrics that the loop gives. The first rank of `group` tells a slip in the name that
+        `KeepBest` has at once, and not again when the first deletions are due."""
+        for part, watch in self._watches:
+            near = watch.slip(metrics)
+            if near is not None and group_ranks(group)[0] == global_rank():
+                self._warn(
+                    part.missing,
+                    f"the loop gives no metric {part.metric!r}; did you mean {near!r}? While no checkpoint has it, "
+                    f"{part.subject} cannot choose the best ones, and nothing is deleted",
+                )
 
     def begin_round(self) -> None:
         """Have a round begin, or follow the present one."""

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkab
 
 from holdfast.format.records import Place
 from holdfast.options import checked_number
+from holdfast.policy.metric_names import meant
 from holdfast.wording import count
 
 #: The reasons of `decide` for the checkpoints that no policy can delete.
@@ -186,6 +187,11 @@ class KeepBest(KeepPolicy):
         """As `KeepPart.subject`."""
         return f"KeepBest({self.metric!r})"
 
+    @property
+    def missing(self) -> str:
+        """The key of the problem that no checkpoint has the metric."""
+        return f"missing {self.metric}"
+
     def wanted(self, lineage: Sequence[CheckpointFacts], *, now: float) -> dict[Place, str]:
         """As `KeepPart.wanted`."""
         sign = 1.0 if self.mode == "min" else -1.0
@@ -206,10 +212,12 @@ class KeepBest(KeepPolicy):
             found = sorted({name for facts in lineage for name in facts.metrics})
             have = f"they have {', '.join(map(repr, found[:8]))}" if found else "they have no metrics"
             what = f"has the metric {self.metric!r} ({have})" if not values else f"has {self.metric!r} other than nan"
+            near = meant(self.metric, found) if not values else None
+            another = "another metric" if near is None else repr(near)
             return PolicyProblem(
-                f"missing {self.metric}",
+                self.missing,
                 f"no checkpoint {what}, so {self.subject} cannot choose the best ones, and nothing is deleted",
-                f"Pass metrics={{{self.metric!r}: ...}} to save, or name another metric in KeepBest.",
+                f"Pass metrics={{{self.metric!r}: ...}} to save, or name {another} in KeepBest.",
                 blocks=True,
             )
         if num_nan:

@@ -10,13 +10,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Protocol, SupportsFloat
 
+from holdfast.policy.metric_names import MetricWatch
 from holdfast.policy.when import EveryTime, OnMetric, SavePolicy
 from holdfast.policy.wish import Wish
 
 _log = logging.getLogger(__name__)
 
-#: After so many steps without its metric, a trigger says so.
+#: After so many steps without any metric, a trigger says that its own is missing.
 _PATIENCE_STEPS: Final = 1000
+#: After so many steps with other metrics, it says so already: most loops that give metrics after each step also give
+#: those of an evaluation within a hundred, and their user still looks at the log.
+_PATIENCE_GIVEN: Final = 100
 
 Metrics = Mapping[str, SupportsFloat]
 
@@ -51,14 +55,17 @@ class TimeTrigger:
 
 
 class MetricTrigger:
-    """Observes an `OnMetric`. Warns once if the metric is nan, and once if it does not appear in a thousand steps."""
+    """Observes an `OnMetric`. Warns once if the metric is nan, and once if it does not appear: at once where a metric
+    has nearly its name, after a hundred steps with other metrics, or after a thousand steps without any."""
 
     def __init__(self, policy: OnMetric) -> None:
         self._policy = policy
         self._best = math.inf
         self._sign = 1.0 if policy.mode == "min" else -1.0
-        self._num_absent = 0
-        self._has_warned = False
+        self._watch = MetricWatch(policy.name)
+        #: Steps without the metric, and those of them that had others.
+        self._num_absent = self._num_others = 0
+        self._has_warned_of_nan = False
 
     def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
@@ -67,13 +74,16 @@ class MetricTrigger:
         if given is None:
             self._miss(metrics)
             return None
-        self._num_absent = -1  # it has appeared
+        self._watch.is_over = True
         try:
             value = float(given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"metric {name!r} must be one number, not {given!r:.80}") from error
         if math.isnan(value):
-            self._warn(f"metric {name!r} is nan, which is never better; check what the loop gives to step(metrics=)")
+            if not self._has_warned_of_nan:
+                self._has_warned_of_nan = True
+                text = "metric %r is nan, which is never better; check what the loop gives to step(metrics=)"
+                _log.warning(text, name)
         elif not self._best - self._sign * value > self._policy.min_delta:
             return None
         else:
@@ -85,20 +95,22 @@ class MetricTrigger:
         """As `Trigger.saved`."""
 
     def _miss(self, metrics: Metrics | None) -> None:
-        if self._num_absent < 0:
+        if self._watch.is_over:
             return
         self._num_absent += 1
-        if self._num_absent == _PATIENCE_STEPS:
-            others = f"; its metrics are {', '.join(map(repr, metrics))}" if metrics else ""
-            self._warn(
-                f"no step has had the metric {self._policy.name!r} in {_PATIENCE_STEPS:,} steps, so OnMetric saves "
-                f"nothing; give it to step(metrics=){others}"
-            )
-
-    def _warn(self, text: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _log.warning("%s", text)
+        self._num_others += bool(metrics)
+        name, near = self._policy.name, self._watch.slip(metrics or ())
+        if near is not None:
+            how = f"step() gets no metric {name!r}; did you mean {near!r}?"
+        elif self._num_others == _PATIENCE_GIVEN:
+            others = ", ".join(map(repr, metrics or ()))
+            how = f"{_PATIENCE_GIVEN} steps had other metrics than {name!r} (the last one {others})"
+        elif self._num_absent == _PATIENCE_STEPS:
+            how = f"no step has had the metric {name!r} in {_PATIENCE_STEPS:,} steps; give it to step(metrics=)"
+        else:
+            return
+        self._watch.is_over = True
+        _log.warning("OnMetric(%r) saves nothing so far: %s", name, how)
 
 
 def triggers_of(policies: Iterable[SavePolicy], *, now_s: float) -> Iterator[Trigger]:
