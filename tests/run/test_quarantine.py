@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -124,6 +125,43 @@ def test_where_all_are_in_quarantine_the_error_says_how_to_lift_it(run: Path) ->
         load(run)
     assert caught.value.code == "corrupt.lineage"
     assert "verify --deep" in caught.value.action
+
+
+class TestTheCommandLineTells:
+    def test_verify_says_who_found_the_damage_and_how_to_lift_the_quarantine(self, shut: Path) -> None:
+        flip_last(file_of(shut, 4))
+        result = holdfast_command("verify", shut)
+        assert result.status == 0, "the structure is sound"
+        assert "it is in quarantine since 20" in result.out
+        assert f"process {os.getpid()}" in result.out
+        assert f"holdfast release {shut}@1.4" in result.out
+        (row,) = json.loads(holdfast_command("verify", shut, "--json").out)["checkpoints"]
+        assert row["quarantine"]["lift"] == f"holdfast release {shut}@1.4"
+        assert row["quarantine"]["holder"].endswith(f"process {os.getpid()}")
+        assert "does not match its digest" in row["quarantine"]["reason"]
+        assert abs(row["quarantine"]["created"] - time.time()) < 600
+
+    def test_verify_says_it_also_where_the_seal_is_lost(self, shut: Path) -> None:
+        file_of(shut, 4).with_name("seal.json").unlink()
+        for path in (shut, f"{shut}@step=4"):
+            result = holdfast_command("verify", path)
+            assert result.status == 1
+            assert "step 4 at 1.4" in result.out
+            assert "it is in quarantine since" in result.out
+        sound, *_ = json.loads(holdfast_command("verify", f"{shut}@1.3", "--json").out)["checkpoints"]
+        assert sound["quarantine"] is None
+
+    def test_show_says_it_too(self, shut: Path) -> None:
+        assert f"holdfast release {shut}@1.4" in holdfast_command("show", shut).out
+        assert json.loads(holdfast_command("show", shut, "--json").out)["quarantine"]["reason"]
+        assert "quarantine" not in holdfast_command("show", f"{shut}@1.3").out
+        assert json.loads(holdfast_command("show", f"{shut}@1.3", "--json").out)["quarantine"] is None
+
+    def test_an_unreadable_record_is_told_as_one(self, shut: Path) -> None:
+        (record,) = (shut / "quarantine").iterdir()
+        record.chmod(0o600)
+        record.write_bytes(b"{")
+        assert "it is in quarantine, and the record of why cannot be read" in holdfast_command("verify", shut).out
 
 
 class TestLifting:

@@ -19,6 +19,7 @@ from holdfast.format.near import near
 from holdfast.reports import size
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse, some, some_quoted
+from holdfast.run.quarantine import Quarantined, quarantine_of
 from holdfast.wording import count
 
 #: Most equal values beside each other that are listed one by one.
@@ -34,13 +35,15 @@ class ShownValue(msgspec.Struct, frozen=True):
 
 
 class ShowDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """The document that ``--json`` prints. `values` is null without ``--values``; `divided` is as on screen."""
+    """The document that ``--json`` prints. `values` is null without ``--values``; `divided` is as on screen.
+    `quarantine` is that in which the checkpoint is, or null."""
 
     path: str
     place: str
     step: int
     created: float
     in_history: bool
+    quarantine: Quarantined | None
     run_id: str
     world_size: int
     metrics: dict[str, str | float]
@@ -69,7 +72,7 @@ def show(path: str, *, values: bool, names: str, as_json: bool) -> None:
 
 
 def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> ShowDocument:
-    body = checkpoint.manifest.body
+    body, commit = checkpoint.manifest.body, checkpoint.sealed.commit
     aliases = {alias: name for alias, name in body.aliases.items() if _wanted(alias, names)}
     # A tied tensor is stored under one of its names, but each of them selects it.
     tied = set(aliases.values())
@@ -83,7 +86,8 @@ def _document(checkpoint: Checkpoint, *, values: bool, names: str) -> ShowDocume
         place=str(checkpoint.manifest.place),
         step=body.step,
         created=body.created,
-        in_history=checkpoint.sealed.commit is not None,
+        in_history=commit is not None,
+        quarantine=None if commit is None else quarantine_of(checkpoint.storage, commit.place),
         run_id=body.run_id,
         world_size=body.world_size,
         metrics=dict(body.metrics),
@@ -108,7 +112,10 @@ def _print_head(screen: Console, document: ShowDocument, checkpoint: Checkpoint)
     total = count(len(checkpoint.manifest.body.names), "tensor")
     files, ranks = count(document.num_files, "file"), count(document.world_size, "rank")
     metrics = f"; {metrics_text(document.metrics)}" if document.metrics else ""
-    say(screen, f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}\n")
+    say(screen, f"{total}, {size(document.nbytes)} in {files} by {ranks}{metrics}")
+    if document.quarantine is not None:
+        say(screen, printable(f"{document.quarantine} {document.quarantine.advice}"))
+    screen.print()
 
 
 def _print_tree(screen: Console, tensors: list[ShownTensor]) -> None:

@@ -19,11 +19,11 @@ from holdfast.cli.screen import console, counting, print_json, say
 from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError, printable
 from holdfast.format.records import Place
 from holdfast.reports import size
-from holdfast.run.by_path import open_run
+from holdfast.run.by_path import CommittedAt, checkpoint_at, open_run
 from holdfast.run.epoch_faults import epoch_faults
 from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import parse
-from holdfast.run.quarantine import HARMLESS, lift
+from holdfast.run.quarantine import HARMLESS, Quarantined, lift, quarantine_of
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
@@ -35,8 +35,8 @@ _STRUCTURE = "files, sizes, headers and values checked; --deep reads the tensors
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The report on one checkpoint: its content as far as verified, and its faults.
 
-    `released` says whether it was in quarantine until now. Where its records cannot be read, only `path` and `findings`
-    are known, and perhaps `place` and `step`.
+    `quarantine` is that in which it is now, or null; `released` says whether it was in one until now. Where its records
+    cannot be read, only `path` and `findings` are known, and perhaps `place`, `step` and `quarantine`.
     """
 
     path: str
@@ -48,6 +48,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     deep: bool = False
     seconds: float = 0.0
     findings: list[Fault]
+    quarantine: Quarantined | None = None
     released: bool = False
 
 
@@ -128,18 +129,19 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
     try:
         sealed = subject.find()
     except CorruptError as error:
-        return _unreadable(subject.name, error)
+        return _unreadable(subject.name, error, at=_committed_at(subject.name))
     if sealed is None:
         return None
     try:
         checkpoint = Checkpoint(sealed)
     except (CorruptError, NotFoundError) as error:
-        return _unreadable(subject.name, error, place=str(sealed.seal.place), step=sealed.seal.step)
+        return _unreadable(subject.name, error, at=sealed)
     seal = checkpoint.seal
     nbytes = sum(file.nbytes for file in seal.files)
     with counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
         faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
     is_whole = deep and all(fault.code in HARMLESS for fault in faults)
+    released = is_whole and _released(sealed)
     return Report(
         path=checkpoint.folder,
         place=str(seal.place),
@@ -150,7 +152,8 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
         deep=deep,
         seconds=time.monotonic() - start,
         findings=faults,
-        released=is_whole and _released(sealed),
+        quarantine=None if released else _quarantine(sealed),
+        released=released,
     )
 
 
@@ -163,8 +166,23 @@ def _released(sealed: Sealed) -> bool:
     return False
 
 
-def _unreadable(path: str, error: HoldfastError, *, place: str | None = None, step: int | None = None) -> Report:
-    return Report(path=path, place=place, step=step, findings=[Fault.of(error)])
+def _quarantine(sealed: Sealed) -> Quarantined | None:
+    return None if sealed.commit is None else quarantine_of(sealed.storage, sealed.commit.place)
+
+
+def _committed_at(path: str) -> CommittedAt | None:
+    """The commit of a checkpoint whose seal cannot be read; None where that cannot be read either."""
+    with suppress(HoldfastError):
+        return checkpoint_at(path)
+    return None
+
+
+def _unreadable(path: str, error: HoldfastError, *, at: Sealed | CommittedAt | None) -> Report:
+    if at is None:
+        return Report(path=path, place=None, step=None, findings=[Fault.of(error)])
+    facts = at.seal if isinstance(at, Sealed) else at.commit
+    quarantine = _quarantine(at) if isinstance(at, Sealed) else quarantine_of(at.run.storage, at.commit.place)
+    return Report(path=path, place=str(facts.place), step=facts.step, findings=[Fault.of(error)], quarantine=quarantine)
 
 
 def _show(report: Report, *, brief: bool) -> None:
@@ -184,6 +202,8 @@ def _show(report: Report, *, brief: bool) -> None:
     _show_faults(report.findings)
     if report.released:
         say(screen, "  it was in quarantine, because a load had found it damaged; now loads take it again")
+    if report.quarantine is not None:
+        say(screen, f"  {printable(f'{report.quarantine} {report.quarantine.advice}')}")
 
 
 def _show_faults(faults: Sequence[Fault]) -> None:
