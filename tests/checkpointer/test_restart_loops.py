@@ -91,7 +91,9 @@ def test_two_jobs_are_no_loop_yet(run: str, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.timeout(120)
-def test_a_checkpoint_in_memory_counts_too(run: str, memory: Memory) -> None:
+def test_a_checkpoint_in_memory_counts_too_and_is_passed_over_with_one_warning(
+    run: str, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
     train(run, range(2), memory)
     assert [killed(run, node_dir=memory.node_dir) for _ in range(2)] == ["1 0 node memory", "1 1 node memory"]
     start_new_job()
@@ -105,6 +107,8 @@ def test_a_checkpoint_in_memory_counts_too(run: str, memory: Memory) -> None:
     with Checkpointer(run, state_of(), memory=memory, max_resumes=2) as own:
         report = own.restore(fallback=True)
     assert (report.step, report.tier) == (0, "storage")
+    (warning,) = [record.getMessage() for record in caplog.records if "ends the jobs" in record.getMessage()]
+    assert warning.startswith("checkpoint 1.2 ends the jobs that resume it, falling back to an older one: 2 jobs")
 
 
 def test_a_commit_ends_the_count(run: str) -> None:

@@ -287,7 +287,8 @@ def _resumed(chosen: Chosen, storage: Store, options: Options | None) -> Chosen:
     if not options.fallback:
         options.resumes.check(run, place)
     elif (objection := options.resumes.objection(run, place)) is not None:
-        _log.warning("checkpoint %s ends the jobs that resume it, restoring from storage: %s", place, objection)
+        if not chosen.committed:  # else storage has it too, and the restore from there says so
+            _log.warning("checkpoint %s ends the jobs that resume it, restoring from storage: %s", place, objection)
         return msgspec.structs.replace(chosen, seal=b"")
     earlier = options.resumes.begin(run, place, chosen.epoch)
     return msgspec.structs.replace(chosen, earlier_resumes=earlier)
