@@ -12,11 +12,11 @@ from msgspec import UNSET
 
 import holdfast
 from holdfast import Checkpointer, EverySteps, Memory
-from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
 from holdfast.format.records import Fork, Place
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
-from tests.support.command_line import holdfast_command
+from tests.support.command_line import damage, folder_of, holdfast_command
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -81,6 +81,32 @@ def test_a_chosen_checkpoint_that_is_not_there_is_an_error_and_not_a_fresh_start
     train(run, range(2), None)
     with pytest.raises(NotFoundError, match="step 3"):
         Checkpointer(run, state_of(), memory=None).restore(at="step=3")
+
+
+class TestDamage:
+    @pytest.fixture
+    def damaged(self, tmp_path: Path) -> str:
+        """A run whose head, step 2 at 1.3, has a flipped bit."""
+        path = tmp_path / "damaged"
+        train(str(path), range(3))
+        damage(folder_of(path, 2) / "data-00000.safetensors", at=0.999)
+        start_new_job()
+        return str(path)
+
+    @pytest.mark.parametrize("at", [None, "step=2"])
+    def test_the_error_advises_a_call_that_restore_has(self, damaged: str, at: str | None) -> None:
+        with pytest.raises(CorruptError) as caught:
+            Checkpointer(damaged, state_of(), memory=None).restore(at=at)
+        assert caught.value.code == "corrupt.file"
+        assert "restore(at='1.2') (step 1) or restore(fallback=True)" in caught.value.action
+        assert "load" not in caught.value.action.lower()
+        assert Checkpointer(damaged, state_of(), memory=None).restore(at="1.2").step == 1
+
+    def test_the_error_about_an_initial_checkpoint_advises_another_one(self, run: str, damaged: str) -> None:
+        with pytest.raises(CorruptError) as caught:
+            Checkpointer(run, state_of(), memory=None, initial=damaged).restore()
+        assert f"initial='{damaged}@1.2' (step 1), call restore(fallback=True)" in caught.value.action
+        assert "load" not in caught.value.action.lower()
 
 
 class TestInitial:

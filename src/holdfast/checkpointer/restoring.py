@@ -35,6 +35,7 @@ from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
 from holdfast.loading import Loading, Opened, Options, load_from_storage
+from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
@@ -97,7 +98,9 @@ def restore(
             if restored is not None:
                 return restored
     try:
-        options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes)
+        options = Options(
+            select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
+        )
         report = load_from_storage(at or parse(run), state, options, group=group, timeout_s=timeout_s)
     except NotFoundError as error:
         if at is not None or error.code not in ("not_found.run", "not_found.head"):
@@ -110,7 +113,7 @@ def restore(
         check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
         if initial is None:
             return Restored(RestoreReport(None, None, None, None))
-        options = Options(select, fallback=fallback, verify=verify, continues=False)
+        options = Options(select, fallback=fallback, verify=verify, continues=False, older=begin_with_older)
         report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)

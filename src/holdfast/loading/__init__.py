@@ -26,6 +26,7 @@ from holdfast.loading.collector import collector_paused
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
+from holdfast.loading.older import OlderAdvice, load_older
 from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
@@ -190,6 +191,7 @@ class Options:
         memory: int = MEMORY_NBYTES,
         bandwidths: Bandwidths | None = None,
         resumes: ResumeLimit | None = None,
+        older: OlderAdvice = load_older,
     ) -> None:
         self._select = select
         if isinstance(cast, torch.dtype):
@@ -208,6 +210,7 @@ class Options:
         self.continues = continues
         #: The record of this resume, and its limit; None for a load that resumes no run.
         self.resumes = resumes
+        self.older = older
         self.device = None if device is None else torch.device(device)
         least = f"at least {MIN_MEMORY_NBYTES} bytes are needed"
         self.memory_budget = checked_number("memory_budget", memory, least=MIN_MEMORY_NBYTES, reason=least)
@@ -537,8 +540,7 @@ class Loading:
                 if commit is not None and self._located.run.is_removed(commit.place):
                     return b"It was removed during this load, so load another one."
             seal = resolve_sound(target, self._storage, skipped)[0].sealed.seal
-            name = Selection(target.location, place=seal.place)
-            return f"Load '{name}' (step {seal.step}), load with fallback=True, or restore the damaged files.".encode()
+            return self._options.older(Selection(target.location, place=seal.place), seal.step).encode()
 
         try:
             return self._channel.exchange("advice", b"", look, self._deadline).decode()
