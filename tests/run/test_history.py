@@ -17,6 +17,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Diverged, Epoch, FileSeal, Place, Seal, SealDigest, Why
 from holdfast.run.history import Located, Run, resolve
 from holdfast.run.paths import parse
+from holdfast.run.removal import remove_checkpoint
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 from holdfast.testing.memory_store import MemoryStore
@@ -216,6 +217,27 @@ def test_a_rollback_abandons_the_future_but_keeps_it_in_the_history() -> None:
     assert run.commits(1) == [Place(1, 3), Place(1, 2), Place(1, 1)]
     with pytest.raises(NotFoundError, match=r"step 30 .*steps: 20, 10\."):
         run.find(step=30)
+
+
+def test_a_step_that_was_abandoned_is_named_with_its_place() -> None:
+    run = new_run()
+    open_epoch(run)
+    for seq in (1, 2, 3):
+        save(run, Place(1, seq), step=min(seq, 2) * 10)
+    open_epoch(run, opened_from=Place(1, 1), why="rollback")
+    with pytest.raises(NotFoundError) as caught:
+        run.find(step=20)
+    assert caught.value.message.endswith("an abandoned part of its history has that step, at 1.3 and 1.2.")
+    for way in ("RUN@1.3", "--to 1.3", "at='1.3'"):
+        assert way in caught.value.action
+    assert caught.value.action.endswith("or choose one of the head's steps: 10.")
+    remove_checkpoint(run, run.commit(Place(1, 3)))
+    with pytest.raises(NotFoundError, match=r"has that step, at 1\.2\."):
+        run.find(step=20)
+    with pytest.raises(NotFoundError) as never:
+        run.find(step=30)
+    assert "abandoned" not in never.value.message
+    assert never.value.action == "Choose one of its steps: 10."
 
 
 def test_an_epoch_opened_from_nothing_begins_a_new_lineage() -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Final, NoReturn, TypeVar
@@ -372,13 +372,10 @@ class Run:
         """The newest commit of `step` on the head's lineage, found by the names of checkpoint folders."""
         places = list(self.lineage_places())
         lineage = set(places)
-        found = [
-            commit
-            for folder in records.folders_of(step, self.storage.list(records.CHECKPOINTS))
-            if (commit := self._commit_of(folder)) is not None and commit.place in lineage
-        ]
-        if found:
-            return max(found, key=lambda commit: commit.place)
+        folders = records.folders_of(step, self.storage.list(records.CHECKPOINTS))
+        found = {commit.place: commit for commit in filter(None, map(self._commit_of, folders))}
+        if lineage & found.keys():
+            return found[max(lineage & found.keys())]
         # A committed checkpoint may have lost its folder. Steps mostly rise along a lineage, so search by bisection.
         at = bisect_left(places, -step, key=lambda place: -_step_of(self.needed_commit(place)))
         commit = self.needed_commit(places[at]) if at < len(places) else None
@@ -388,7 +385,8 @@ class Run:
         newest = list(map(str, steps))
         others = len(places) - _MAX_TOLD
         told = [*newest, f"those of {count(others, 'older checkpoint')}"] if others > 0 else newest
-        raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told)
+        abandoned = [str(place) for place in sorted(found, reverse=True) if not self.is_removed(place)]
+        raise self._no_commit(f"of step {step} on the lineage of its head", "steps", told, abandoned)
 
     def _commit_of(self, folder: str) -> Commit | None:
         """The commit of the checkpoint in ``checkpoints/<folder>``; None where it has no readable commit."""
@@ -427,11 +425,16 @@ class Run:
     def _no_commit_at(self, where: str) -> NotFoundError:
         return self._no_commit(f"at {where}", "places", [str(place) for place in self.places()])
 
-    def _no_commit(self, which: str, kind: str, available: list[str]) -> NotFoundError:
+    def _no_commit(self, which: str, kind: str, available: list[str], abandoned: Sequence[str] = ()) -> NotFoundError:
+        action = f"Choose one of its {kind}: {some(available)}." if available else "Nothing is committed yet."
+        if abandoned:
+            which += f"; an abandoned part of its history has that step, at {' and '.join(abandoned)}"
+            or_else = f", or choose one of the head's {kind}: {some(available)}" if available else ""
+            action = f"Name its place (RUN@{abandoned[0]}, --to {abandoned[0]} or at='{abandoned[0]}'){or_else}."
         return NotFoundError(
             f"run '{self.storage.location}' has no commit {which}.",
             code="not_found.commit",
-            action=f"Choose one of its {kind}: {some(available)}." if available else "Nothing is committed yet.",
+            action=action,
             path=self.storage.location.url,
         )
 
