@@ -122,12 +122,26 @@ def test_a_missing_and_an_empty_folder_become_runs(tmp_path: Path) -> None:
         assert Run.open(open_store(Location(str(tmp_path / name)))).head() is None
 
 
-def test_a_missing_run_is_told_with_names_that_are_close(tmp_path: Path) -> None:
+def test_a_missing_run_is_told_with_the_runs_that_are_close(tmp_path: Path) -> None:
     for name in ("llama-7b", "llama-8b", "notes"):
-        (tmp_path / name).mkdir()
-    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean 'llama-.b', 'llama-.b'") as caught:
+        Run.create(open_store(Location(str(tmp_path / name))))
+    (tmp_path / "lama-7b.events").mkdir()
+    (tmp_path / "lama-7").mkdir()
+    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean 'llama-.b', 'llama-.b', in the") as caught:
         Run.open(open_store(Location(str(tmp_path / "lama-7b"))))
     assert "notes" not in str(caught.value)
+    assert "lama-7'" not in str(caught.value), "no run"
+
+
+def test_a_missing_run_in_a_missing_folder_is_told_with_the_run_in_the_folder_that_is_close(tmp_path: Path) -> None:
+    for name in ("runs/gpt", "run-logs"):
+        Run.create(open_store(Location(str(tmp_path / name))))
+    with pytest.raises(NotFoundError) as caught:
+        Run.open(open_store(Location(str(tmp_path / "run" / "gpt"))))
+    assert caught.value.action == f"Did you mean '{tmp_path}/runs/gpt'?"
+    for far in ("run/bert", "logs/gpt"):
+        with pytest.raises(NotFoundError, match="Check the path"):
+            Run.open(open_store(Location(str(tmp_path / far))))
 
 
 def test_a_folder_that_is_not_a_run_is_told_with_the_runs_in_it(tmp_path: Path) -> None:

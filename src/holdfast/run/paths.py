@@ -36,6 +36,10 @@ from holdfast.wording import with_article
 
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
 _MAX_LISTED = 20
+#: Most near runs that an error names.
+_MAX_NEAR = 3
+#: A folder with one of these is a run, or one checkpoint.
+_ROOT_KEYS = (MARKER_KEY, records.SEAL_NAME)
 #: The folders of a run, each with a function that says whether a name in it is of a record or checkpoint.
 _PARTS: Final[dict[str, Callable[[str], bool]]] = {
     CHECKPOINTS: lambda name: records.parse_folder(name) is not None,
@@ -157,7 +161,7 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
     beside = _beside(storage)
     around = beside.list("") if beside is not None else []
     below = runs_in(storage, names)
-    close = near(path.name, around)
+    meant = _near_runs(storage)
     foreign = folder_kind(names)
     if beside is not None and not names and beside.nbytes(path.name) is not None:
         foreign = file_kind(path)
@@ -176,8 +180,8 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
         action = f"Name the run that it is a part of: '{path.parent}'."
     elif below:
         action = f"Name one of the runs in it: {some_quoted(below)}."
-    elif close and foreign is None:
-        action = f"Did you mean {some_quoted(close)}, in the same folder?"
+    elif meant is not None and foreign is None:
+        action = meant
     if "@" in path.name:
         action += " A selector is written RUN@step=700 or RUN@3.12."
     return NotFoundError(
@@ -202,6 +206,27 @@ def some(names: list[str]) -> str:
 def some_quoted(names: list[str]) -> str:
     """A few of `names`, which the user may choose from, for a message."""
     return some(list(map(repr, names)))
+
+
+def _near_runs(storage: Store) -> str | None:
+    """The question whether the user meant another run, or a single checkpoint; None where none is near. One part of the
+    path has a slip: its last one or, where the folder above does not exist, an earlier one."""
+    folder = storage.location.folder
+    if folder is None:
+        return None
+    missing, below = Path(folder), Path()
+    while True:
+        around = open_store(Location(str(missing.parent)))
+        names = around.list("")
+        roots = [str(name / below) for name in map(Path, near(missing.name, names, count=_MAX_LISTED))]
+        found = [root for root in roots if any(around.nbytes(f"{root}/{key}") is not None for key in _ROOT_KEYS)]
+        if found and not below.parts:
+            return f"Did you mean {some_quoted(found[:_MAX_NEAR])}, in the same folder?"
+        if found:
+            return f"Did you mean {some_quoted([str(missing.parent / root) for root in found[:_MAX_NEAR]])}?"
+        if names or missing.parent == missing.parent.parent:
+            return None
+        missing, below = missing.parent, missing.name / below
 
 
 def _beside(storage: Store) -> Store | None:
