@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from datetime import timedelta
 from typing import Final, SupportsFloat, SupportsIndex
 
 from holdfast.wording import kind_of
@@ -31,7 +32,8 @@ def checked_number(name: str, value: object, *, least: int, reason: str) -> int:
 def check_positive(name: str, value: object, unit: str) -> None:
     """Raise `TypeError` unless the option `name` is a number, and `ValueError` unless it is positive."""
     if isinstance(value, bool) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"{name} must be a number of {unit}, not {value!r}")
+        hint = f"; write {value.total_seconds()}" if isinstance(value, timedelta) and unit == "seconds" else ""
+        raise TypeError(f"{name} must be a number of {unit}, not {value!r}{hint}")
     if not float(value) > 0:
         raise ValueError(f"{name} must be positive, not {value}")
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -145,8 +146,20 @@ class TestStep:
         assert error.value.code == "config.no_policy"
 
     def test_a_policy_that_is_none_is_refused(self, run: str, state: dict[str, object]) -> None:
-        with pytest.raises(TypeError, match=r"save must be a policy, such as holdfast.EverySteps\(1000\), not 100"):
+        with pytest.raises(TypeError, match=r"save must be a policy, such as holdfast.EverySteps\(1000\), .*not 100$"):
             Checkpointer(run, state, save=100)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("given", [[EverySteps(5), OnRequest()], (EverySteps(5), OnRequest())])
+    def test_a_list_of_policies_is_told_how_they_are_joined(
+        self, run: str, state: dict[str, object], given: Any
+    ) -> None:
+        hint = r"; write save=EverySteps\(num_steps=5, memory_only=False\) \| OnRequest\(.*\)$"
+        with pytest.raises(TypeError, match=hint):
+            Checkpointer(run, state, save=given)
+        for no_policies in ([], [5], [EverySteps(5), 5]):
+            with pytest.raises(TypeError, match=r"joined by \|, not") as caught:
+                Checkpointer(run, state, save=no_policies)  # type: ignore[arg-type]
+            assert "write save=" not in str(caught.value)
 
     def test_two_loops_on_one_run_are_refused_until_the_first_has_ended(
         self, run: str, state: dict[str, object]

@@ -183,6 +183,8 @@ def test_policies_of_different_subjects_go_together() -> None:
         (lambda: KeepLast(1) | 3, "unsupported operand"),
         (lambda: check_keep(3), "keep must be KeepLast"),
         (lambda: check_keep(KeepLast), "keep must be KeepLast"),
+        (lambda: check_keep([KeepLast(3), KeepEvery(5)]), r"; write keep=KeepLast\(.*3\) \| KeepEvery\(steps=5\)$"),
+        (lambda: check_keep([KeepLast(3), 5]), r"not \[KeepLast\(number=3\), 5\]$"),
     ],
 )
 def test_what_is_no_policy_is_refused_at_once(make: Callable[[], object], said: str) -> None:

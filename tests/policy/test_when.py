@@ -6,17 +6,20 @@ import logging
 import math
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.options import check_timeout
 from holdfast.policy.keep import KeepLast
 from holdfast.policy.metric_names import MetricWatch, meant
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
-from holdfast.policy.when import EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
 from holdfast.policy.wish import Wish, stronger
 
 
@@ -227,6 +230,25 @@ class TestUnion:
 )
 def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
+        make()
+
+
+HALF_AN_HOUR: Any = timedelta(minutes=30)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EveryTime(HALF_AN_HOUR),
+        lambda: Auto(mttf_s=HALF_AN_HOUR),
+        lambda: OnRequest(poll_s=HALF_AN_HOUR),
+        lambda: OnPreemption(poll_s=HALF_AN_HOUR),
+        lambda: OnPreemption(deadline_s=HALF_AN_HOUR),
+        lambda: check_timeout(HALF_AN_HOUR),
+    ],
+)
+def test_an_option_in_seconds_says_how_many_a_timedelta_has(make: Callable[[], object]) -> None:
+    with pytest.raises(TypeError, match=r"a number of seconds, not .*timedelta\(seconds=1800\); write 1800\.0$"):
         make()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.options import check_flag, check_timeout, checked_number
-from holdfast.policy.keep import check_keep
+from holdfast.policy.keep import check_keep, join_hint
 from holdfast.policy.when import SavePolicy
 
 
@@ -26,7 +26,11 @@ def check_options(
     if not isinstance(memory, Memory | None):
         raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
     if not isinstance(save, SavePolicy | None):
-        raise TypeError(f"save must be a policy, such as holdfast.EverySteps(1000), not {save!r}")
+        hint = join_hint("save", save, SavePolicy)
+        raise TypeError(
+            "save must be a policy, such as holdfast.EverySteps(1000), or several of them joined by |, not "
+            f"{save!r}{hint}"
+        )
     check_keep(keep)
     check_flag("fork", fork)
     if fork and initial is None:

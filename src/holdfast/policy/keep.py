@@ -268,8 +268,15 @@ def check_keep(keep: object) -> None:
     if keep is not None and not isinstance(keep, KeepPolicy):
         raise TypeError(
             "keep must be KeepLast, KeepEvery, KeepBest or KeepFor, or several of them joined by |, or None to keep "
-            f"everything, not {keep!r}"
+            f"everything, not {keep!r}{join_hint('keep', keep, KeepPolicy)}"
         )
+
+
+def join_hint(option: str, value: object, kind: type) -> str:
+    """A hint for a user who gave several policies of one `kind` to an `option` as a list; empty for any other value."""
+    if isinstance(value, list | tuple | set | frozenset) and value and all(isinstance(each, kind) for each in value):
+        return f"; write {option}={' | '.join(map(repr, value))}"
+    return ""
 
 
 def parts_of(policy: KeepPolicy) -> tuple[KeepPart, ...]:
