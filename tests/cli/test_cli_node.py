@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.inventory import write_run
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import SlotState
 from holdfast.run.history import Run
@@ -16,7 +17,7 @@ from holdfast.store.urls import open_store
 from tests.keeper import test_keeper
 from tests.keeper.test_keeper import states
 from tests.keeper.test_persist import Saved, assert_loads
-from tests.node_memory.test_node_memory import MIB, kept
+from tests.node_memory.test_node_memory import MIB, fill_memory, kept
 from tests.support.command_line import holdfast_command
 from tests.support.nursery import until
 
@@ -41,6 +42,8 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
             assert "are durable, and their trainers have ended; holdfast node --free frees them" in text.out
             done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
+            freed = {"run": run.storage.location.url, "folder": str(folder.path), "nbytes": done["freed_nbytes"]}
+            assert done["freed"] == [freed]
             assert [slot["rank"] for slot in done["runs"][0]["slots"]] == [0]
             other = Run.create(open_store(Location(f"{run.storage.location}2"))).storage.location.url
             assert holdfast_command("node", other, *options, "--free", "--json").json["runs"] == []
@@ -50,6 +53,22 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
     assert done["runs"] == []
     assert not folder.path.exists()
     assert_loads(run, saved)
+
+
+def test_free_names_each_run_whose_memory_it_frees_though_nothing_is_left_of_it(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        with NodeFolder(name, node_dir=tmp_path) as folder:
+            write_run(folder, f"/runs/{name}")
+            fill_memory(folder, SlotState.COMMITTED)
+    done = holdfast_command("node", "--node-dir", tmp_path, "--free").out.splitlines()
+    assert done == [
+        "/runs/first: freed 40.0 MiB",
+        "/runs/second: freed 40.0 MiB",
+        "freed 80.0 MiB",
+        f"{tmp_path}: 0 runs, 0 B",
+    ]
+    again = holdfast_command("node", "--node-dir", tmp_path, "--free").out
+    assert again.startswith("freed 0 B\n")
 
 
 def test_a_snapshot_that_was_given_up_is_not_called_durable(run: Run, saved: Saved, folder: NodeFolder) -> None:

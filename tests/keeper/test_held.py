@@ -158,7 +158,7 @@ def test_one_that_can_never_be_whole_is_freed_while_trainers_live(
 def test_it_gives_way_to_nobody(held: Saved, folder: NodeFolder, keeper: Keeper) -> None:
     with Claim(folder, 0):
         until(lambda: looked(keeper) and states(held) == {SlotState.HELD})
-    assert give_way(folder.node_dir) == 0  # the trainer is dead, and no keeper has looked yet
+    assert give_way(folder.node_dir) == []  # the trainer is dead, and no keeper has looked yet
     (found,) = node_memory(folder.node_dir)
     assert [(slot.is_durable, slot.is_freeable) for slot in found.slots] == [(False, False)] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
-from holdfast.node_memory.inventory import LOG_NAME, HeldSlot, RunMemory, give_way, name_of, node_memory
+from holdfast.node_memory.inventory import LOG_NAME, FreedMemory, HeldSlot, RunMemory, give_way, name_of, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
 from holdfast.reports import size
@@ -54,8 +55,16 @@ class RunRow(msgspec.Struct, frozen=True):
     slots: list[SlotRow]
 
 
+class FreedRow(msgspec.Struct, frozen=True):
+    """The memory of one run that ``--free`` freed. `run` and `folder` are as in the rows of runs."""
+
+    run: str | None
+    folder: str
+    nbytes: int
+
+
 class NodeDocument(msgspec.Struct, frozen=True):
-    """The document that ``--json`` prints: the memory after the command, and how many bytes it freed.
+    """The document that ``--json`` prints: the memory after the command, and how many bytes it freed, of which runs.
 
     `ended` and `not_ended` are the folders of the keepers that were asked to end, and have or have not done so.
     """
@@ -65,6 +74,7 @@ class NodeDocument(msgspec.Struct, frozen=True):
     freed_nbytes: int
     ended: list[str]
     not_ended: list[str]
+    freed: list[FreedRow]
 
 
 def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_json: bool) -> bool:
@@ -88,16 +98,17 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
             if found.is_kept:
                 with NodeFolder.at(found.path) as folder:
                     (ended if end_keeper(folder, timeout_s=grace_s) else not_ended).append(found)
-    freed_nbytes = give_way(where, run=uri) if free else 0
+    freed = give_way(where, run=uri) if free else []
     runs = [_row(found) for found in _of(uri, where)]
     if as_json:
         folders = [str(found.path) for found in ended], [str(found.path) for found in not_ended]
-        print_json(NodeDocument(str(where), runs, freed_nbytes, *folders))
+        rows = [FreedRow(each.run, str(each.path), each.nbytes) for each in freed]
+        print_json(NodeDocument(str(where), runs, sum(each.nbytes for each in freed), *folders, rows))
         return not not_ended
     screen = console()
     _show_ends(screen, ended, not_ended)
     if free:
-        say(screen, f"freed {size(freed_nbytes)}")
+        _show_freed(screen, freed)
     if uri and not runs:
         say(screen, f"{printable(str(where))}: no snapshots of {printable(uri)}")
     else:
@@ -127,6 +138,14 @@ def _show_ends(screen: Console, ended: list[RunMemory], not_ended: list[RunMemor
     for found in not_ended:
         log = printable(str(found.path / LOG_NAME))
         say(screen, f"{printable(found.run or _UNKNOWN)}: its keeper has not ended yet; '{log}' says what it is doing")
+
+
+def _show_freed(screen: Console, freed: Sequence[FreedMemory]) -> None:
+    """Print what was freed of each run: most of these runs have no memory left, so that no later line names them."""
+    for each in freed:
+        say(screen, f"{printable(each.run or _UNKNOWN)}: freed {size(each.nbytes)}")
+    if len(freed) != 1:
+        say(screen, f"freed {size(sum(each.nbytes for each in freed))}")
 
 
 def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:

@@ -71,11 +71,19 @@ def node_memory(node_dir: Path) -> Iterator[RunMemory]:
         yield RunMemory(run_of(folder), folder.path, kept, keeper_pid(folder) if kept else None, slots)
 
 
-def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = None) -> int:
+class FreedMemory(NamedTuple):
+    """The memory that was freed of one run on this node. `run` and `path` are as in `RunMemory`."""
+
+    run: str | None
+    path: Path
+    nbytes: int
+
+
+def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = None) -> list[FreedMemory]:
     """Remove slots of ranks without a living trainer whose contents are durable or given up: those that changed longest
     ago first, until the removed ones had `nbytes` of memory (None: all); of this `run` (None: of all runs of this
-    user). Also removes folders that have no slots and no keeper. Returns the bytes of memory that the removed slots
-    had; they are free once the keepers have noticed the removal."""
+    user). Also removes folders that have no slots and no keeper. Returns the memory that the removed slots had, by
+    their runs; it is free once the keepers have noticed the removal."""
     found = [
         (held.since, folder.path, held.name)
         for folder in node_folders(node_dir)
@@ -83,19 +91,20 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
         for held in _held_in(folder)
         if held.is_freeable and not held.has_trainer
     ]
-    given = 0
+    given: dict[Path, FreedMemory] = {}
     for _, path, name in sorted(found):
-        if nbytes is not None and given >= nbytes:
+        if nbytes is not None and sum(each.nbytes for each in given.values()) >= nbytes:
             break
         with suppress(FileNotFoundError, CorruptError), NodeFolder.at(path) as folder, Slot(folder, name) as slot:
             slot_nbytes = slot.held_nbytes
             slot.free_if_abandoned()
             if not is_claimed(folder, slot.rank) and slot.remove_if(_is_spent):
-                given += slot_nbytes
+                before = given.get(path) or FreedMemory(run_of(folder), path, 0)
+                given[path] = before._replace(nbytes=before.nbytes + slot_nbytes)
     for folder in node_folders(node_dir):
         if run in (None, run_of(folder)):
             _remove_unkept(folder)
-    return given
+    return [each for each in given.values() if each.nbytes]
 
 
 def name_of(run: Location) -> str:
