@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import holdfast
 from holdfast.observing import JsonLines
+from holdfast.run.history import Run
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.support.command_line import INTERRUPT, at_terminal, holdfast_command
-from tests.support.recorded_job import RankClock, recorded_save, write_records
+from tests.support.recorded_job import BEGUN_S, RankClock, recorded_save, write_records
 
 
 @pytest.fixture
@@ -25,6 +30,13 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         for step in checkpointer.steps(30):
             checkpointer.step(step)
     return "runs/gpt"
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run without checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    return Run.create(open_store(Location(str(tmp_path / "begun")))).storage.location.url
 
 
 def test_the_page_is_written_and_named(recorded: str) -> None:
@@ -145,19 +157,19 @@ def test_top_counts_the_steps_of_a_running_job_as_provisional_until_the_run_has_
     assert (shares["goodput"], shares["provisional"]) == (50.0, 50.0)
 
 
-def test_top_shows_what_ranks_do_for_the_save_under_way(recorded: str) -> None:
+def test_top_shows_what_ranks_do_for_the_save_under_way(begun: str) -> None:
     records = [
         *list(recorded_save(RankClock(0, 3), 0))[:5],  # sealed
         *list(recorded_save(RankClock(1, 3), 0))[:3],  # agreed
         *list(recorded_save(RankClock(2, 3), 0))[:2],  # begun
     ]
     write_records(Path("live"), records)
-    done = holdfast_command("top", recorded, "--events", "live")
+    done = holdfast_command("top", begun, "--events", "live")
     assert done.status == 0
     assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
 
 
-def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(recorded: str) -> None:
+def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(begun: str) -> None:
     clock = RankClock(0, 1)
     records = [
         *list(recorded_save(clock, 0))[:3],
@@ -165,8 +177,31 @@ def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(recorded: str) 
         *list(recorded_save(clock, 1))[:3],
     ]
     write_records(Path("live"), records)
-    lines = holdfast_command("top", recorded, "--events", "live").lines
+    lines = holdfast_command("top", begun, "--events", "live").lines
     assert [line.split(" since")[0] for line in lines if " since " in line] == ["step 199"]
+
+
+def test_top_knows_of_a_checkpoint_that_a_keeper_committed_after_its_job_was_killed(recorded: str) -> None:
+    """It told the age of the newest commit that the killed job had recorded, and called this one under way."""
+    late_s = time.time() - 3600.0 - BEGUN_S - 60.0
+    records = [*recorded_save(RankClock(0, 1), 1), *list(recorded_save(RankClock(0, 1), 2))[:5]]  # 1.2, sealed at 1.3
+    write_records(Path("live"), [msgspec.structs.replace(each, unix_s=each.unix_s + late_s) for each in records])
+    lines = holdfast_command("top", recorded, "--events", "live").lines
+    assert lines[1].startswith("newest durable state: 59 min old"), "and not 60 min, as that of 1.2"
+    assert [(*line.split()[:2], line.split()[-1]) for line in lines[-2:]] == [
+        ("299", "1.3", "committed"),
+        ("199", "1.2", "committed"),
+    ]
+    assert not any(" since " in line for line in lines)
+
+
+def test_top_tells_the_age_of_a_head_that_no_event_names(recorded: str) -> None:
+    late_s = time.time() - 3600.0 - BEGUN_S
+    records = [msgspec.structs.replace(each, unix_s=each.unix_s + late_s) for each in recorded_save(RankClock(0, 1), 0)]
+    write_records(Path("live"), records)  # at 1.1, an hour ago
+    lines = holdfast_command("top", recorded, "--events", "live").lines
+    assert lines[1].startswith("newest durable state: ")
+    assert "min old" not in lines[1], "that of 1.3 is younger"
 
 
 def test_top_goes_on_at_a_terminal_until_somebody_interrupts_it(recorded: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -17,7 +17,8 @@ from holdfast.cli.recorded import events_folder, events_in
 from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import Listing, age, console
 from holdfast.cli.time_so_far import TimeSoFar
-from holdfast.errors import printable
+from holdfast.errors import HoldfastError, printable
+from holdfast.format.records import Place
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
@@ -53,12 +54,15 @@ def _picture(run: Run, folder: Path | None, time_so_far: TimeSoFar) -> Renderabl
     """The screen as it is now."""
     job = job_events(events_in(folder, most_nbytes=_MOST_NBYTES).records)
     saves = job_saves(job.saves)
-    return Group(*_head(run, job, saves), *time_so_far.shown(), *_now(job, saves), _table(saves))
+    # After a job was killed, its keeper commits what nobody records.
+    committed = {str(place) for place in run.places()}
+    return Group(*_head(run, job, saves), *time_so_far.shown(), *_now(job, saves, committed), _table(saves, committed))
 
 
 def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
-    yield Text.assemble((printable(run.storage.location.url), "bold"), f": the head is {RunHead.of(run)}")
-    durable_s = max((save.begun_s for save in saves if save.durable_s is not None), default=None)
+    head = RunHead.of(run)
+    yield Text.assemble((printable(run.storage.location.url), "bold"), f": the head is {head}")
+    durable_s = _durable_s(run, head, saves)
     told = [] if durable_s is None else [f"newest durable state: {_old(durable_s)}"]
     held = [save for save in saves if save.outcome == "held" and save.begun_s > (durable_s or 0.0)]
     newest = newest_in_memory(saves, job.restores)
@@ -71,16 +75,26 @@ def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
         yield Text("; ".join(told))
 
 
+def _durable_s(run: Run, head: RunHead, saves: Sequence[JobSave]) -> float | None:
+    """When the newest durable state was taken: that of the head, which a keeper may have committed after the job was
+    killed, when nobody recorded it; where the head cannot be read, the newest one that was recorded."""
+    recorded = [save for save in saves if (save.durable_s is not None if head.damage else save.place == head.place)]
+    if head.place is not None and not recorded:
+        with suppress(HoldfastError):  # it was removed just now
+            return run.commit(Place.parse(head.place)).created
+    return max((save.begun_s for save in recorded), default=None)
+
+
 def _old(begun_s: float) -> str:
     return f"{duration(max(time.time() - begun_s, 0.0))} old"
 
 
-def _now(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
+def _now(job: JobEvents, saves: Sequence[JobSave], committed: Collection[str]) -> Iterator[Text]:
     """A line for each save that is under way: how many ranks are in which phase. What began before the newest restore
-    is that of a job which was killed."""
+    is that of a job which was killed, and what the history has `committed` is over."""
     since_s = last_job_restored_s(job.restores)
     for save in saves:
-        if save.begun_s < since_s:
+        if save.begun_s < since_s or save.place in committed:
             continue
         now = [each for each in save.ranks if each.outcome == UNDER_WAY]
         if save.durable_s is None and now:
@@ -91,12 +105,13 @@ def _now(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
                 yield Text(f"  {printable(save.trouble)}", "red")
 
 
-def _table(saves: Sequence[JobSave]) -> Listing:
+def _table(saves: Sequence[JobSave], committed: Collection[str]) -> Listing:
     made = Listing(
         "step", "place", "size", "blocked", "durable", "outcome", right=("step", "size", "blocked", "durable")
     )
     for save in reversed([save for save in saves if not save.memory_only][-_NUM_SAVES:]):
         durable = "" if save.durable_s is None else duration(save.durable_s)
         blocked = duration(save.blocked_s) if save.blocked_s else ""
-        made.add_row(f"{save.step:,}", save.place, size(save.nbytes), blocked, durable, save.outcome)
+        outcome = "committed" if save.place in committed else save.outcome
+        made.add_row(f"{save.step:,}", save.place, size(save.nbytes), blocked, durable, outcome)
     return made
