@@ -125,8 +125,8 @@ def test_what_lay_in_memory_before_a_restore_of_the_job_counts_for_nothing() -> 
 
 def test_top_shows_the_age_of_the_newest_state_in_memory_beside_that_in_storage(recorded: str) -> None:
     clock = RankClock(0, 1)
-    late_s, head = time.time() - BEGUN_S - 60.0, holdfast.ls(recorded)[0].place
-    durable = [msgspec.structs.replace(each, place=each.place and head) for each in recorded_save(clock, 0)]
+    late_s, place = time.time() - BEGUN_S - 60.0, holdfast.ls(recorded)[0].place
+    durable = [msgspec.structs.replace(each, place=each.place and place) for each in recorded_save(clock, 0)]
     records = [*durable, *(each for at_s in range(5, 50, 5) for each in held_save(clock, at_s, at_s))]
     write_records(Path(recorded).parent / "live", [_later(record, late_s) for record in records])
     lines = holdfast_command("top", recorded, "--events", str(Path(recorded).parent / "live")).lines

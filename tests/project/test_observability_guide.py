@@ -8,13 +8,15 @@ import shlex
 import sys
 from operator import methodcaller
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 
 import holdfast
 from holdfast.observing import EventListener, JsonLines
-from holdfast.telemetry.goodput_ledger import Part
+from holdfast.telemetry.goodput_ledger import JobEnd, Part
+from holdfast.telemetry.time_tables import ENDS
 from tests.observing.heard import FAILED_SAVE, tell
 from tests.support.command_line import holdfast_command
 
@@ -105,3 +107,9 @@ def test_no_piece_of_code_is_left_out() -> None:
             "PageSomebody",
         )
     )
+
+
+def test_the_guide_explains_each_end_of_a_job_in_the_words_of_the_page() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| [^|]*\|$", GUIDE.read_text(), re.MULTILINE)
+    ends = {end: words.split(";")[0] for end, words in rows if end in get_args(JobEnd)}
+    assert ends == dict(ENDS)

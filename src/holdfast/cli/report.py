@@ -19,7 +19,12 @@ from holdfast.wording import count
 
 
 class LedgerDocument(msgspec.Struct):
-    """The ledger of time of a run."""
+    """The document that ``--json`` prints: the ledger of time of a run.
+
+    `seconds` has each part of ``wall_s``; ``paused_s``, the planned pauses, is beside it. `jobs` are in their order,
+    each with its parts, and with its `end`: "closed", "early" or "unknown" (`JobLedger`). ``num_disruptions`` counts
+    the ends other than "closed" that another job followed. The two wastes are null without the policy `Auto`.
+    """
 
     run: str
     wall_s: float

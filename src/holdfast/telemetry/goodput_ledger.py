@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from holdfast.telemetry.event_record import EventRecord
 from holdfast.telemetry.job_times import JobTimes, Prediction, Stretch, Use, is_job, job_times, processes
@@ -39,20 +39,24 @@ _PREDICTED: Final = (Part.SAVE, Part.SLOW_DOWN, Part.WASTED)
 _TRAINING: Final = (Part.GOODPUT, Part.PROVISIONAL, *_PREDICTED)
 
 
+JobEnd = Literal["closed", "early", "unknown"]
+
+
 @dataclass(frozen=True)
 class JobLedger:
     """The ledger of one job, and of the time before it in which the run stood still.
 
     `seconds` has all parts; together they are ``wall_s``. `steps` counts steps that made progress (`Part.GOODPUT`), may
     still be lost (`Part.PROVISIONAL`) and were wasted (`Part.WASTED`). ``paused_s`` is the time between a job that had
-    ended on purpose and this one; it is no part of the ledger. `end` says how the job ended: "closed", "early" (a
-    preemption or an exception), or "unknown": it was killed, or still runs.
+    ended on purpose and this one; it is no part of the ledger. `end` says how the job ended: "closed", on purpose;
+    "early", by a preemption or an exception; or "unknown": it was killed, never closed its
+    `Checkpointer`, or still runs.
     """
 
     begun_s: float
     host: str
     world_size: int
-    end: str
+    end: JobEnd
     wall_s: float
     paused_s: float
     seconds: Mapping[Part, float]

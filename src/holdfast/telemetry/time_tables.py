@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Final
 
 from holdfast.errors import printable
-from holdfast.telemetry.goodput_ledger import JobLedger, Part, RunLedger
+from holdfast.telemetry.goodput_ledger import JobEnd, JobLedger, Part, RunLedger
 from holdfast.telemetry.moments import moment_text
 from holdfast.wording import count, duration
 
@@ -24,7 +24,8 @@ _MEANINGS: Final = {
     Part.START: "from the start of the process to the first step, without the restore",
     Part.OTHER: "all other time of the jobs",
 }
-_ENDS: Final = {"closed": "ended", "early": "ended early", "unknown": "killed, or not closed"}
+#: How a job ended, in the words of the page.
+ENDS: Final[Mapping[JobEnd, str]] = {"closed": "ended", "early": "ended early", "unknown": "killed, or not closed"}
 
 
 def time_tables(ledger: RunLedger) -> str:
@@ -72,7 +73,7 @@ def _comparison(ledger: RunLedger) -> str:
 
 
 def _job_row(number: int, job: JobLedger, *, is_last: bool) -> tuple[str, ...]:
-    end = "under way, or killed" if is_last and job.end == "unknown" else _ENDS[job.end]
+    end = "under way, or killed" if is_last and job.end == "unknown" else ENDS[job.end]
     steps = (f"{job.steps[part]:,}" for part in (Part.GOODPUT, Part.PROVISIONAL, Part.WASTED))
     begun = f"{number:,}: {moment_text(job.begun_s)}"
     return begun, end, f"{job.world_size:,}", duration(job.wall_s), goodput_share(job), *steps
