@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Handle, Memory, OnMetric
+from holdfast.node_memory.claims import has_trainer, is_claimed
+from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
@@ -177,6 +179,25 @@ def test_nobody_comes_back_and_it_is_durable_all_the_same(run: str, state: dict[
     end_keepers(node_dir)
     start_new_job()
     assert holdfast.load(run, state).step == 3
+
+
+def test_an_evaluation_that_reserved_memory_before_the_run_began_does_not_keep_it_from_becoming_durable(
+    run: str, state: dict[str, object], memory: Memory, node_dir: Path
+) -> None:
+    """It counted as a trainer: what the killed job held stayed in memory as long as the evaluation lived."""
+    start_new_job()
+    with Checkpointer(run, state, memory=memory) as evaluates:
+        assert evaluates.restore().step is None
+        with NodeFolder(run, node_dir=node_dir) as folder:
+            assert (is_claimed(folder, 0), has_trainer(folder, 0)) == (True, False)
+            job = subprocess.run([sys.executable, "-c", KILLED, run, str(node_dir)], check=False, timeout=60)
+            assert job.returncode == -signal.SIGKILL
+            until(lambda: committed(run) == [0, 3])
+            assert evaluates.restore().step == 3
+            set_state(state, 4)
+            evaluates.save(4, memory_only=True)
+            assert has_trainer(folder, 0), "it saves now"
+    end_keepers(node_dir)
 
 
 def test_an_exception_loses_no_step_that_is_in_memory(

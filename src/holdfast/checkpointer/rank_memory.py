@@ -27,12 +27,12 @@ class OpenMemory:
     Raises `ConfigurationError` where the folder is not this user's alone, and OSError.
     """
 
-    def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> None:
+    def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int, reserves: bool) -> None:
         with ExitStack() as stack:
             self.folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
             # First, because the arena's claim keeps the folder from being removed, and creates it again if the keeper
             # of an ended job is removing it.
-            self.arena = Arena(self.folder, rank=rank, num_slots=num_slots)
+            self.arena = Arena(self.folder, rank=rank, num_slots=num_slots, reserves=reserves)
             stack.callback(self.arena.close)
             #: The file that the keeper locks. It shows whether the keeper is alive even when the file's name is gone.
             self._lock = open_lock(self.folder)
@@ -79,18 +79,23 @@ class RankMemory:
         self._keeps_held = False
         self._has_warned = False
 
-    def opened(self, *, num_slots: int) -> OpenMemory:
-        """Open the memory if it is not open, and return it. Raises `StorageError` while memory that is being given back
-        is still needed, and what `OpenMemory` raises."""
+    def opened(self, *, num_slots: int, reserves: bool = False) -> OpenMemory:
+        """Open the memory if it is not open, and return it. Unless it only `reserves` memory, this process counts as a
+        trainer from now on. Raises `StorageError` while memory that is being given back is still needed, and what
+        `OpenMemory` raises."""
         with self._lock:
             if self._is_retired and self._open is not None:
                 if self._watched():
                     raise not_yet_given_back(self._open.folder.path)
                 self._drop()
             if self._open is None:
-                self._open = OpenMemory(self._run, self._node_dir, rank=self._rank, num_slots=num_slots)
+                self._open = OpenMemory(
+                    self._run, self._node_dir, rank=self._rank, num_slots=num_slots, reserves=reserves
+                )
                 self._is_retired = False
                 self._warn_of_disk(self._open)
+            if not reserves:
+                self._open.arena.fill()
             return self._open
 
     def _warn_of_disk(self, memory: OpenMemory) -> None:

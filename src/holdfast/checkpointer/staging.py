@@ -92,7 +92,7 @@ class Stager:
         """
         if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
-        memory = self._memory.opened(num_slots=self.num_slots)
+        memory = self._memory.opened(num_slots=self.num_slots, reserves=True)
         ensure_keeper(memory.folder, self._run.url)
         self._was_used = True
         self._take_memory(nbytes, device, early=True)

@@ -37,12 +37,13 @@ _LOOK_S = 0.02
 
 class Arena:
     """The arena of `rank`: `num_slots` slots in `folder`, beginning with those that are there. This process has a claim
-    to them until `close`, which leaves the slots in place. Only one thread of one process per rank uses it.
+    to them until `close`, which leaves the slots in place; with `reserves`, one that is no trainer's until `fill`. Only
+    one thread of one process per rank uses it.
 
     A slot that another process is filling, one of an earlier job say, does not count: that process may stand still.
     """
 
-    def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int) -> None:
+    def __init__(self, folder: NodeFolder, *, rank: int, num_slots: int, reserves: bool = False) -> None:
         self._folder = folder
         self._rank = rank
         #: The number of slots; a change takes effect at the next preparation.
@@ -70,12 +71,16 @@ class Arena:
         #: The error that ended the preparation, if any, and the seconds that the preparation took.
         self.error: HoldfastError | None = None
         self.seconds = 0.0
-        self._claim = Claim(folder, rank)
+        self._claim = Claim(folder, rank, reserves=reserves)
         try:
             self._take_over()
         except BaseException:
             self.close()
             raise
+
+    def fill(self) -> None:
+        """Claim the slots as a trainer, which fills them from now on."""
+        self._claim.fill()
 
     def prepare(self, nbytes: int, *, register: Register | None = None, early: bool = False) -> None:
         """Begin to prepare slots for data files of up to `nbytes`, in the background: existing slots that are large

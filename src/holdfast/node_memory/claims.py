@@ -1,5 +1,8 @@
 """The claims of trainers to their ranks' slots: each trainer locks a byte of one file, shared, as long as it lives.
 
+A process that has only reserved memory locks another byte for its rank, until its first save makes it a trainer: it may
+be an evaluation, which never saves. Snapshots of trainers that have ended do not wait for it.
+
 Claims tell which slots belong to a living trainer, and so which belong to none. They do not keep two processes from
 changing a slot; the slot's own lock does (see `holdfast.node_memory.slots`). A claim also keeps the folder from being
 removed: a process that removes the folder of a run that has ended locks all bytes for itself first. So a claim is valid
@@ -20,6 +23,8 @@ from holdfast.node_memory.node_folder import NodeFolder
 _NAME: Final = "trainers.lock"
 #: The byte of the processes that only look at the slots of all ranks, behind those of all ranks.
 _LOOKERS: Final = 1 << 40
+#: The byte of processes that have reserved memory for rank 0; those for other ranks follow.
+_RESERVERS: Final = 1 << 41
 #: Pause between attempts: a process that removes a folder holds the lock for microseconds.
 _TURN_S: Final = 0.001
 _TIMEOUT_S: Final = 30.0
@@ -28,7 +33,7 @@ _TIMEOUT_S: Final = 30.0
 class Claim:
     """The claim of this process to the slots of `rank` in `folder`, which it fills (None: to those of all ranks, which
     it only reads), until it is closed or this process ends. The folder is created again if it was removed, and cannot
-    be removed as long as the claim lasts.
+    be removed as long as the claim lasts. With `reserves`, the process has only reserved these slots, until `fill`.
 
     Takes no memory except for a file name. Several processes may have a claim to the same rank.
 
@@ -36,8 +41,10 @@ class Claim:
         OSError: the folder cannot be used.
     """
 
-    def __init__(self, folder: NodeFolder, rank: int | None = None) -> None:
-        start, end = _LOOKERS if rank is None else rank, time.monotonic() + _TIMEOUT_S
+    def __init__(self, folder: NodeFolder, rank: int | None = None, *, reserves: bool = False) -> None:
+        self._rank, self._fills = rank, not reserves
+        start = _LOOKERS if rank is None else _RESERVERS + rank if reserves else rank
+        end = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < end:
             fd = folder.open_or_create(_NAME)
             try:
@@ -50,6 +57,12 @@ class Claim:
             file_locks.close(fd)
             time.sleep(_TURN_S)
         raise BlockingIOError(errno.EAGAIN, "a stopped process holds the lock with which it is removing the folder")
+
+    def fill(self) -> None:
+        """Claim the slots that were reserved as a trainer's: this process fills them from now on."""
+        if not self._fills:
+            # Nobody has locked this byte for itself: that takes all bytes of the file, and this claim has one.
+            self._fills = file_locks.try_lock(self._fd, self._rank or 0, 1, shared=True)
 
     def close(self) -> None:
         """End the claim."""
@@ -65,15 +78,17 @@ class Claim:
 
 
 def is_claimed(folder: NodeFolder, rank: int | None = None) -> bool:
-    """Whether a living process has a claim to the slots of `rank` (None: of any rank), also one that only reads them.
-    True where that is unknown, because something else lies in the place of the file, or it cannot be opened now."""
+    """Whether a living process has a claim to the slots of `rank` (None: of any rank), also one that only reads or has
+    reserved them. True where that is unknown, because something else lies in the place of the file, or it cannot be
+    opened now."""
     if rank is None:
         return _is_locked(folder, 0, 0)
-    return _is_locked(folder, rank, 1) or _is_locked(folder, _LOOKERS, 1)
+    return any(_is_locked(folder, byte, 1) for byte in (rank, _LOOKERS, _RESERVERS + rank))
 
 
 def has_trainer(folder: NodeFolder, rank: int) -> bool:
-    """Whether a living process has a claim to the slots of `rank`, which it fills. True where that is unknown."""
+    """Whether a living process has a claim to the slots of `rank` and fills them: it has not only reserved them. True
+    where that is unknown."""
     return _is_locked(folder, rank, 1)
 
 
