@@ -70,8 +70,8 @@ class LoadReport:
     the time that this rank's threads spent on digests. `on_meta` are tensors that still have no memory, on the meta
     device: with ``strict`` only tensors that were not selected. `reseeded` are `RandomState` entries that another
     number of ranks saved: their generators do not continue where they were. `diverged` are the tensors that the
-    checkpoint marks so, as in `SaveReport`. `skipped` are newer checkpoints that ``fallback=True`` passed over, newest
-    first: the place of each, and what is wrong with it.
+    checkpoint marks so, as in `SaveReport`. `skipped` are newer checkpoints that ``fallback=True`` passed over, or
+    that `Checkpointer.restore` found damaged in memory, newest first: the place of each, and what is wrong with it.
     """
 
     step: int

@@ -393,4 +393,10 @@ KEEPER_MUTATIONS = [
         "        return file_locks.is_locked(fd, start, nbytes)\n",
         "        return False\n",
     ),
+    Mutation(  # restore leaves damaged
+        "checkpointer/test_damaged_snapshots.py::test_the_one_before_it_is_restored_and_the_report_says_why",
+        "checkpointer/choosing.py",
+        "[*given_up, *damaged]",
+        "given_up",
+    ),
 ]

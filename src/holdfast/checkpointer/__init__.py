@@ -251,8 +251,10 @@ class Checkpointer:
         save continues from there, which makes it a rollback: later checkpoints stay, but the head does not descend
         from them any more.
 
-        If the copy in memory is damaged, this reads from storage instead. With `fallback`, it passes over a damaged
-        checkpoint in storage, as `holdfast.load` does, and the next save continues from the older one that it loaded.
+        If a rank finds the copy in memory damaged, all ranks take the next older checkpoint that memory holds whole and
+        that is not older than the head in storage, else storage; ``report.load.skipped`` says why. With `fallback`, it
+        passes over a damaged checkpoint in storage, as `holdfast.load` does, and the next save continues from the older
+        one that it loaded.
 
         ``report.earlier_resumes`` counts the jobs that resumed the same checkpoint before, if none has committed a
         newer one since; a job that ends in an orderly way (`close`) does not count. The log warns from the third job

@@ -78,8 +78,8 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the run yet.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
-    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, and
-    those that somebody removed from storage before they were committed.
+    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
+    that somebody removed from storage before they were committed, and damaged ones that the job goes on without.
     `let_go` are checkpoints of another history than the one in storage."""
 
     seal: bytes = b""
@@ -146,10 +146,12 @@ def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generat
 
 
 class Survey:
-    """Rank 0's view of the memory of all nodes; with `clearing`, to make room for saves."""
+    """Rank 0's view of the memory of all nodes; with `clearing`, to make room for saves. `damaged` are the places of
+    the checkpoints that this restore has found damaged in memory: it chooses one that is older than all of them."""
 
-    def __init__(self, clearing: Clearing | None = None) -> None:
+    def __init__(self, clearing: Clearing | None = None, damaged: Collection[Place] = ()) -> None:
         self._clearing = clearing
+        self._damaged = damaged
         self._inventories: Sequence[Inventory] = ()
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
@@ -192,7 +194,8 @@ class Survey:
         given_up = [] if self._clearing is None else self._to_clear(run, epoch, places, committed, self._clearing)
         # If a trainer is at work, a checkpoint that is there in part may soon be whole.
         is_filling = any(inventory.is_filling for inventory in self._inventories)
-        for checkpoint_id in sorted(places, key=places.__getitem__, reverse=True):
+        damaged = [each for each in places if places[each] in self._damaged and each not in {*committed, *tended}]
+        for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
             if whole is None:
@@ -209,9 +212,16 @@ class Survey:
                 seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
                 manifest = b"" if self._all_know(files) else stored.data
                 owners = _owners(self._inventories, files)
-                alone = head is None
+                alone, given_up = head is None, [*given_up, *damaged]
                 return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, alone, tuple(given_up), let_go)
+        if head is not None:  # else the damaged ones are all that there is of the run, and stay
+            given_up += damaged
         return Chosen(given_up=tuple(given_up), let_go=let_go)
+
+    def _newest_first(self, places: Mapping[str, Place]) -> list[str]:
+        """The ids in `places`, without those from the oldest damaged one on."""
+        older = [each for each, place in places.items() if all(place < other for other in self._damaged)]
+        return sorted(older, key=places.__getitem__, reverse=True)
 
     def _to_clear(
         self, run: Run, epoch: int, places: Mapping[str, Place], committed: Collection[str], clearing: Clearing

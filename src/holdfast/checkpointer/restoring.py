@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -42,7 +43,7 @@ from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, promote_all, slot_names
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
-from holdfast.run.fallback import is_damage
+from holdfast.run.fallback import Skipped, is_damage
 from holdfast.run.history import Run, is_folder, resolve
 from holdfast.run.paths import Selection, parse
 from holdfast.run.resumes import ResumeLimit
@@ -84,28 +85,19 @@ def restore(
     """Fill `state` from the newest checkpoint of `run`, or from the one that `at` selects. In a run without any,
     fill it from the `initial` checkpoint of another run, whose steps it continues if it `is_fork`. `resumes` records
     which checkpoint this job resumes. Collective over `group`. See `Checkpointer.restore`."""
-    damage: HoldfastError | None = None
+    options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older)
+    damaged: list[_DamagedSnapshot] = []
     if node_dir is not None and at is None:
-        try:
-            options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes)
-            restored = _from_memory(run, state, node_dir, group, options, timeout_s=timeout_s)
-        except HoldfastError as error:
-            if not is_damage(error) and not is_unusable(error):
-                raise
-            damage = error if is_damage(error) else None
-            _log.warning("the snapshots in memory cannot be used, restoring from storage instead: %s", error)
-        else:
-            if restored is not None:
-                return restored
+        restored = _from_memory(run, state, node_dir, group, options, damaged, timeout_s=timeout_s)
+        if restored is not None:
+            return restored
     try:
-        options = Options(
-            select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
-        )
         report = load_from_storage(at or parse(run), state, options, group=group, timeout_s=timeout_s)
     except NotFoundError as error:
         if at is not None or error.code not in ("not_found.run", "not_found.head"):
             raise
-        if damage is not None:  # the only copy: it may have filled a part of the state, and is not nothing
+        if damaged:  # the only copies: they may have filled a part of the state, and are not nothing
+            damage = damaged[0].error
             damage.action = (
                 "Nothing is committed yet, so there is no other copy: start the training again in another folder."
             )
@@ -118,7 +110,15 @@ def restore(
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
         return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
+    report = _with_skipped(report, damaged)
     return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+
+
+def _with_skipped(report: LoadReport, damaged: Sequence[_DamagedSnapshot]) -> LoadReport:
+    """The report of a load from storage, which comes after newer checkpoints in memory proved damaged."""
+    told, loaded = dict(report.skipped), Place.parse(report.place)
+    newer = [each for each in damaged if each.place > loaded and str(each.place) not in told]
+    return replace(report, skipped=(*((str(each.place), each.error.message) for each in newer), *report.skipped))
 
 
 def _note_fork(run: Location, initial: Selection, report: LoadReport, *, timeout_s: float) -> None:
@@ -143,7 +143,7 @@ def drop_parts(
         ConfigurationError: code ``config.unloaded_history``: memory holds a whole checkpoint and storage has none yet,
             so this job, which restored nothing, would begin the run anew, and `may_begin_anew` is false.
     """
-    with _looked_at(run, node_dir, channel, deadline) as (folder, _, chosen):
+    with _looked_at(run, node_dir, channel, deadline, Survey()) as (folder, _, chosen):
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -163,8 +163,15 @@ def drop_parts(
 def make_room(run: Location, node_dir: Path, channel: Channel, deadline: Deadline, clearing: Clearing) -> None:
     """Give up the checkpoints that `clearing` names: at the last look, a trainer may have been filling the rest of one.
     Collective."""
-    with _looked_at(run, node_dir, channel, deadline, clearing):
+    with _looked_at(run, node_dir, channel, deadline, Survey(clearing)):
         pass
+
+
+class _DamagedSnapshot(NamedTuple):
+    """A checkpoint in the memory of the nodes that all ranks passed over, because one of them found it damaged."""
+
+    place: Place
+    error: HoldfastError
 
 
 def _from_memory(
@@ -173,33 +180,97 @@ def _from_memory(
     node_dir: Path,
     group: ProcessGroup | None,
     options: Options,
+    damaged: list[_DamagedSnapshot],
     *,
     timeout_s: float,
 ) -> Restored | None:
+    """Fill `state` from the newest checkpoint in memory that is sound. None if there is none, or memory cannot be used.
+    Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
+    try:
+        while True:
+            found = _newest_in_memory(run, state, node_dir, group, options, damaged, timeout_s=timeout_s)
+            if not isinstance(found, _DamagedSnapshot):
+                break
+            damaged.append(found)
+            if group_ranks(group)[0] == global_rank():
+                _log.warning(
+                    "checkpoint %s is damaged in the memory of a node, looking for an older one there: %s",
+                    found.place,
+                    found.error.message,
+                )
+    except HoldfastError as error:
+        if not is_damage(error) and not is_unusable(error):
+            raise
+        trouble = error
+    else:
+        if found is not None or not damaged:
+            return found
+        trouble = damaged[0].error
+    _log.warning("the snapshots in memory cannot be used, restoring from storage instead: %s", trouble)
+    return None
+
+
+def _newest_in_memory(
+    run: Location,
+    state: Mapping[str, object],
+    node_dir: Path,
+    group: ProcessGroup | None,
+    options: Options,
+    damaged: Sequence[_DamagedSnapshot],
+    *,
+    timeout_s: float,
+) -> Restored | _DamagedSnapshot | None:
+    """Fill `state` from the newest checkpoint that memory holds whole and that is older than the `damaged` ones. None
+    if there is none; the checkpoint itself if a rank found it damaged."""
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
-    resumes = options.resumes
-    assert resumes is not None
-    with _looked_at(run, node_dir, channel, deadline, options=options) as (folder, slots, chosen):
+    survey = Survey(damaged=[each.place for each in damaged])
+    with _looked_at(run, node_dir, channel, deadline, survey, options) as (folder, slots, chosen):
         if not chosen.seal:
             return None
-        resumes.earlier = chosen.earlier_resumes
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        resumes = options.resumes
+        assert resumes is not None
+        resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
-            run_opened = Run.open(storage)
-            copies = attempt(partial(_copies, folder, slots, seal, chosen))
-            channel.confirm("copies", copies, deadline)
-            prefix = records.checkpoint_key(chosen.folder, "")
-            sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=done(copies))
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
+            try:
+                opened = _opened(
+                    storage, seal, chosen, partial(_copies, folder, slots, seal, chosen), channel, deadline
+                )
+                report = _load(channel, deadline, loading, state, opened, chosen.epoch, damaged=damaged)
+            except HoldfastError as error:  # all ranks raise it, whichever found it
+                if not is_damage(error):
+                    raise
+                return _DamagedSnapshot(seal.place, error)
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
         promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
-        restored = RestoredCheckpoint(run_opened.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
+        assert opened.run is not None
+        restored = RestoredCheckpoint(opened.run.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
         return Restored(told, uncommitted, seal.place)
+
+
+def _opened(
+    storage: TimedStore,
+    seal: Seal,
+    chosen: Chosen,
+    copies: Callable[[], dict[str, tuple[FileCopy, ...]]],
+    channel: Channel,
+    deadline: Deadline,
+) -> Opened:
+    """The `chosen` checkpoint, with its copies in memory. Collective."""
+
+    def find() -> tuple[Run, dict[str, tuple[FileCopy, ...]]]:
+        return Run.open(storage), copies()
+
+    found = attempt(find)
+    channel.confirm("copies", found, deadline)
+    run, nearer = done(found)
+    sealed = Sealed(storage, records.checkpoint_key(chosen.folder, ""), seal, run.run_id, nearer=nearer)
+    return Opened(Checkpoint(sealed), run)
 
 
 @contextmanager
@@ -208,13 +279,13 @@ def _looked_at(
     node_dir: Path,
     channel: Channel,
     deadline: Deadline,
-    clearing: Clearing | None = None,
+    survey: Survey,
     options: Options | None = None,
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
     """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
-    and slots, and the choice. Gives up checkpoints of which memory has only a part (`Clearing` says which others), and
-    lets go of those of another history. With the `options` of a restore, records that this job resumes the checkpoint.
-    Collective."""
+    and slots, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
+    `survey` gives up besides, and lets go of those of another history. With the `options` of a restore, records that
+    this job resumes the checkpoint. Collective."""
     with ExitStack() as stack:
 
         def look() -> _NodeMemory:
@@ -231,7 +302,7 @@ def _looked_at(
                 _let_go(folder, slots, chosen.let_go)
 
         node = attempt(look)
-        chosen = _choose(run, node, channel, deadline, clearing, options)
+        chosen = _choose(run, node, channel, deadline, survey, options)
         folder, slots, _ = done(node)
         if chosen.given_up or chosen.let_go:
             channel.confirm("inventory", attempt(give_up), deadline)
@@ -251,11 +322,10 @@ def _choose(
     node: _NodeMemory | Exception,
     channel: Channel,
     deadline: Deadline,
-    clearing: Clearing | None,
+    survey: Survey,
     options: Options | None,
 ) -> Chosen:
     """Choose the checkpoint that all ranks restore from memory. Collective."""
-    survey = Survey(clearing)
 
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
         survey.look(done(node).folder, inventories)
@@ -304,11 +374,14 @@ def _load(
     state: Mapping[str, object],
     opened: Opened,
     epoch: int,
+    *,
+    damaged: Sequence[_DamagedSnapshot],
 ) -> LoadReport:
     checkpoint = opened.checkpoint
     if checkpoint.holders is not None:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
-    return loading.fill(state, lambda: opened, epoch=epoch)
+    skipped = [Skipped(each.place, each.error.message) for each in damaged]
+    return loading.fill(state, lambda: opened, epoch=epoch, skipped=skipped)
 
 
 def _all_values(
