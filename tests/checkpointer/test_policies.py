@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -425,21 +424,18 @@ def loop_over_two_groups(run: str, port: int) -> list[int]:
             time.sleep(0.01)
             if step == 20:
                 dist.destroy_process_group()
-                store = dist.TCPStore(HOST, port, world_size, is_master=rank == 0)
+                store = dist.TCPStore(HOST, port, is_master=False)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             if step == 40 and rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             if own.step(step) is not None:
                 saved.append(step)
-        dist.barrier()  # rank 0 serves the store
     return saved
 
 
 def test_ranks_agree_again_after_they_have_made_their_process_group_again(run: str) -> None:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    first, second = run_ranks(2, loop_over_two_groups, run, port)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    first, second = run_ranks(2, loop_over_two_groups, run, store.port)
     assert first == second
     assert len(first) == 1
 
