@@ -23,7 +23,7 @@ from tests.faults.test_engine_faults import fill
 from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers, keepers
 from tests.support.models import start_new_job
-from tests.support.nursery import until
+from tests.support.nursery import run_script, until
 from tests.support.ranks import run_ranks
 
 
@@ -142,8 +142,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.fixture
 def killed(run: str, node_dir: Path) -> None:
     """A job that SIGKILL ended after step 3, whose newest durable step was 0."""
-    job = subprocess.run([sys.executable, "-c", KILLED, run, str(node_dir)], check=False, timeout=60)
-    assert job.returncode == -signal.SIGKILL
+    job = run_script(KILLED, run, str(node_dir))
+    assert job.status == -signal.SIGKILL, job.err
 
 
 @pytest.mark.usefixtures("killed")
@@ -237,8 +237,8 @@ def test_without_a_free_slot_it_is_skipped_at_once(
 def test_right_after_a_restore_it_does_not_wait_for_the_commit_of_what_was_restored(
     run: str, state: dict[str, object], memory: Memory, node_dir: Path
 ) -> None:
-    job = subprocess.run([sys.executable, "-c", KILLED, run, str(node_dir), "stop"], check=False, timeout=60)
-    assert job.returncode == -signal.SIGKILL
+    job = run_script(KILLED, run, str(node_dir), "stop")
+    assert job.status == -signal.SIGKILL, job.err
     start_new_job()
     own = Checkpointer(run, state, memory=memory, timeout_s=30.0)
     assert own.restore().step == 3

@@ -20,15 +20,13 @@ import holdfast
 from tests.project.torchrun import run_torchrun
 from tests.support.bound import bits
 from tests.support.models import start_new_job
-from tests.support.rank_worker import HOST
+from tests.support.rank_worker import HOST, environment_of
 from tests.support.ranks import run_processes
 
 ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
 #: Their examples import libraries that take seconds, and which ask torchrun's environment.
 OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
 GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS]
-#: With these, ranks use the store of their launcher, and do not serve one themselves.
-OF_A_LAUNCHER_WITH_A_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 pytestmark = pytest.mark.usefixtures("memory_is_given_back")
 
@@ -69,8 +67,7 @@ def run_warm(folder: Path, call: Call) -> list[str]:
 def run_script(rank: int, folder: str, call: Call, port: int) -> str:
     """Run the script as its launcher would, and return what it prints."""
     os.chdir(folder)
-    torchrun = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torchrun |= {"WORLD_SIZE": str(call.num_ranks), **OF_A_LAUNCHER_WITH_A_STORE}
+    torchrun = environment_of(rank, call.num_ranks, port)
     if call.is_plain:
         for name in torchrun:
             os.environ.pop(name, None)
