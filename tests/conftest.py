@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 
 # Read when torch is first imported, here and by the rank processes: several of them share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell has programs that it starts in the background ignore Ctrl-C; tests interrupt themselves.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines that run tests are shared, so the time of one example says nothing about the code.
 settings.register_profile("holdfast", deadline=None, print_blob=True)

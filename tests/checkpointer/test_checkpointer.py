@@ -35,7 +35,7 @@ from tests.support import nursery
 from tests.support.bound import bits
 from tests.support.keepers import end_keepers, keeper_of
 from tests.support.models import start_new_job
-from tests.support.nursery import until
+from tests.support.nursery import run_script, until
 
 Rows = dict[str, torch.Tensor]
 
@@ -465,7 +465,6 @@ def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> Non
 TRAINER = """
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[4])
 from holdfast import Checkpointer, Memory
 from tests.checkpointer.test_checkpointer import Loop
 
@@ -484,11 +483,9 @@ with Checkpointer(sys.argv[1], loop.state, memory=Memory(node_dir=Path(sys.argv[
 
 def test_what_was_staged_before_the_trainer_was_killed_is_restored_from_memory(run: str, memory: Memory) -> None:
     for _ in range(2):
-        root = str(Path(__file__).parents[2])
-        command = [sys.executable, "-c", TRAINER, run, str(memory.node_dir), "3", root]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        last = int(done.stdout.split()[-1])
+        done = run_script(TRAINER, run, str(memory.node_dir), "3")
+        assert done.status == -signal.SIGKILL, done.err
+        last = int(done.out.split()[-1])
         tier, next_step, found = restored(run, memory)
         assert (tier, next_step) == ("node memory", last + 1)
         assert found == expected(last + 1)

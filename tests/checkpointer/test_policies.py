@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +24,8 @@ from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
-from tests.support.rank_worker import HOST
+from tests.support.nursery import run_script, start, until
+from tests.support.rank_worker import HOST, environment_of
 from tests.support.ranks import run_ranks
 
 
@@ -438,21 +439,18 @@ def loop_over_two_groups(run: str, port: int) -> list[int]:
             time.sleep(0.01)
             if step == 20:
                 dist.destroy_process_group()
-                store = dist.TCPStore(HOST, port, world_size, is_master=rank == 0)
+                store = dist.TCPStore(HOST, port, is_master=False)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             if step == 40 and rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
             if own.step(step) is not None:
                 saved.append(step)
-        dist.barrier()  # rank 0 serves the store
     return saved
 
 
 def test_ranks_agree_again_after_they_have_made_their_process_group_again(run: str) -> None:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    first, second = run_ranks(2, loop_over_two_groups, run, port)
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    first, second = run_ranks(2, loop_over_two_groups, run, store.port)
     assert first == second
     assert len(first) == 1
 
@@ -528,7 +526,7 @@ class TestPreemption:
             checkpointer = holdfast.Checkpointer(sys.argv[1], {}, memory=None, save=holdfast.OnPreemption())
             os.kill(os.getpid(), signal.SIGTERM)
         """
-        assert subprocess.run([sys.executable, "-c", script, run], check=False).returncode == -signal.SIGTERM
+        assert run_script(script, run).status == -signal.SIGTERM
 
     def test_a_loop_goes_on_after_the_preempted_step(self, run: str, state: dict[str, object]) -> None:
         for first in (0, 3):
@@ -556,13 +554,41 @@ with holdfast.Checkpointer(sys.argv[1], state, memory=memory, save=holdfast.OnPr
         dist.all_reduce(torch.ones(1))
         state["progress"]["step"] = step
         if step == 3 and dist.get_rank() == 0:
-            print("trains", flush=True)
+            sys.stdout.write("trains\\n")  # in one piece: under torchrun Python does not buffer, and print writes two
+            sys.stdout.flush()
         checkpointer.step(step)
-sys.stdout.write(f"ends after {step}\\n")  # in one piece: under torchrun Python does not buffer, and print writes three
+sys.stdout.write(f"ends after {step}\\n")
 dist.destroy_process_group()
 """
 
 
+def run_rank_of_script(rank: int, port: int, run: str, node_dir: str, out: Path) -> None:
+    """Run the script as rank `rank` of two; it prints into the file `out`."""
+    os.environ |= environment_of(rank, 2, port)
+    sys.argv = ["train.py", run, node_dir]
+    with out.open("w") as file, redirect_stdout(file):
+        exec(compile(SCRIPT, "train.py", "exec"), {"__name__": "__main__"})
+
+
+def test_sigterm_to_all_ranks_leaves_a_checkpoint_of_the_last_step_on_all_of_them(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    outs = [tmp_path / f"out{rank}" for rank in range(2)]
+    ranks = [
+        start(run_rank_of_script, rank, store.port, run, str(node_dir), out, err=tmp_path / f"err{rank}")
+        for rank, out in enumerate(outs)
+    ]
+    until(lambda: outs[0].exists() and outs[0].read_text() == "trains\n")
+    for rank in ranks:
+        rank.send(signal.SIGTERM)
+    assert [rank.wait() for rank in ranks] == [0, 0], [rank.err for rank in ranks]
+    first, second = (out.read_text().splitlines()[-1] for out in outs)
+    assert first == second
+    assert committed(run) == [int(first.removeprefix("ends after "))]
+
+
+@pytest.mark.slow
 def test_sigterm_to_torchrun_leaves_a_checkpoint_of_the_last_step_on_all_ranks(
     run: str, node_dir: Path, tmp_path: Path
 ) -> None:

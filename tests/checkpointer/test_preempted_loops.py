@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from holdfast import Checkpointer, EverySteps, Memory, OnPreemption
 from tests.checkpointer.test_policies import committed
 from tests.support.keepers import end_keepers, keepers
 from tests.support.models import start_new_job
+from tests.support.nursery import run_script
 from tests.support.ranks import run_ranks
 
 
@@ -150,12 +149,9 @@ sys.exit(own.exit_code)
 
 
 @pytest.mark.parametrize(("how", "code"), [("preempted", 75), ("whole", 0)])
-def test_the_exit_code_tells_the_scheduler_whether_to_start_the_job_again(
-    run: str, tmp_path: Path, how: str, code: int
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    assert subprocess.run([sys.executable, str(script), run, how], check=False).returncode == code
+def test_the_exit_code_tells_the_scheduler_whether_to_start_the_job_again(run: str, how: str, code: int) -> None:
+    ended = run_script(SCRIPT, run, how)
+    assert ended.status == code, ended.err
 
 
 class TestEvaluation:

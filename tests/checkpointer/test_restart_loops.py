@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from holdfast.run.rollback import rollback
 from holdfast.store.urls import location_of, open_store
 from tests.checkpointer.test_resuming import state_of, train
 from tests.support.models import start_new_job
+from tests.support.nursery import run_script
 from tests.support.ranks import RanksFailedError, run_ranks
 
 #: A job that restores, prints its report, and is killed: before its first save, or after it has opened an epoch.
@@ -45,10 +44,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def killed(run: str, *, when: str = "before the first save", node_dir: Path | None = None) -> str:
     """Run a job that is killed. Returns the step that it resumed, the count of jobs before it, and the tier."""
-    command = [sys.executable, "-c", KILLED, run, "" if node_dir is None else str(node_dir), when]
-    job = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert job.returncode == -signal.SIGKILL, job.stderr
-    return job.stdout.strip()
+    job = run_script(KILLED, run, "" if node_dir is None else str(node_dir), when)
+    assert job.status == -signal.SIGKILL, job.err
+    return job.out.strip()
 
 
 def counted(run: str) -> dict[Place, int]:

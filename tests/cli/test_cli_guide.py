@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.project.test_guides import example, run_script
+from tests.project.test_guides import example, run_warm
 from tests.support.command_line import holdfast_command
-from tests.support.rank_worker import HOST
-from tests.support.ranks import run_processes
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 GUIDE = GUIDES / "command_line.md"
@@ -55,10 +52,7 @@ def trained(guide: Path, folder: Path) -> None:
     script, trainings = example(guide)
     (folder / "train.py").write_text(script)
     for training in trainings:
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
-        run_processes(training.num_ranks, run_script, str(folder), training, port)
+        run_warm(folder, training)
 
 
 @pytest.mark.parametrize("guide", [GUIDE, GUIDES / "single-process.md"], ids=lambda guide: guide.stem)

@@ -1,11 +1,7 @@
-"""A rank of a job that trains on samples in order, for `test_data_jobs`: it logs what it trains on.
-
-``python -m tests.data.data_job KIND RUN NODE_DIR LOG NUM_STEPS NUM_WORKERS``, in the environment of a rank.
-"""
+"""A rank of a job that trains on samples in order, for `test_data_jobs`: it logs what it trains on."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +38,7 @@ def data_of(kind: str, num_workers: int) -> tuple[object, Iterator[Any]]:
 
 
 def main(kind: str, run: str, node_dir: str, log: str, num_steps: int, num_workers: int) -> None:
-    """Train up to `num_steps`, and save now and then."""
+    """Train up to `num_steps`, and save now and then. The environment is that of a rank."""
     dist.init_process_group("gloo")
     data, batches = data_of(kind, num_workers)
     model = torch.zeros(2, dtype=torch.int64)
@@ -63,8 +59,3 @@ def main(kind: str, run: str, node_dir: str, log: str, num_steps: int, num_worke
             time.sleep(0.03)  # so that a kill comes between two saves
         lines.write(f"{num_steps} {model.tolist()}\n")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _, job_kind, job_run, job_node_dir, job_log, job_steps, job_workers = sys.argv
-    main(job_kind, job_run, job_node_dir, job_log, int(job_steps), int(job_workers))

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import ast
 import os
-import socket
-import subprocess
-import sys
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from holdfast.data import GlobalOrder, MixedOrder
-from tests.data import test_sharded_stream
+from tests.data import data_job, test_sharded_stream
 from tests.data.data_job import BASE, BATCH, LENGTHS, WEIGHTS
-from tests.support.rank_worker import HOST
+from tests.support import nursery
+from tests.support.rank_worker import HOST, environment_of
 
 #: Time until the ranks have trained so many steps, on a machine with few cores.
 DEADLINE_S = 100.0
@@ -24,20 +26,26 @@ DEADLINE_S = 100.0
 STEPS_PER_LIFE = 10
 
 
-def start(
+def train(environment: dict[str, str], kind: str, folder: Path, node_dir: Path, log: Path, last: int) -> None:
+    """Train as the rank that the environment says."""
+    os.environ |= environment
+    data_job.main(kind, str(folder / "run"), str(node_dir), str(log), last, num_workers=2)
+
+
+@contextmanager
+def started(
     kind: str, folder: Path, node_dir: Path, world_size: int, life: int, last: int
-) -> list[subprocess.Popen[bytes]]:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(world_size):
-        log = folder / f"life{life}-rank{rank}"
-        arguments = [kind, str(folder / "run"), str(node_dir), str(log), str(last), "2"]
-        group = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": HOST, "MASTER_PORT": str(port)}
-        command = [sys.executable, "-m", "tests.data.data_job", *arguments]
-        ranks.append(subprocess.Popen(command, env=os.environ | group, start_new_session=True))
-    return ranks
+) -> Iterator[list[nursery.Process]]:
+    """The ranks of a job; those that still run at the end are killed."""
+    store, ranks = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False), []
+    try:
+        for rank in range(world_size):
+            log, err = folder / f"life{life}-rank{rank}", folder / f"life{life}-err{rank}"
+            environment = environment_of(rank, world_size, store.port)
+            ranks.append(nursery.start(train, environment, kind, folder, node_dir, log, last, err=err))
+        yield ranks
+    finally:
+        kill(ranks)
 
 
 def lines_of(folder: Path, life: int, rank: int) -> dict[int, list[object]]:
@@ -46,19 +54,19 @@ def lines_of(folder: Path, life: int, rank: int) -> dict[int, list[object]]:
     return {int(line.split(" ", 1)[0]): ast.literal_eval(line.split(" ", 1)[1]) for line in whole.splitlines()}
 
 
-def kill_after(ranks: list[subprocess.Popen[bytes]], folder: Path, life: int, num_steps: int) -> None:
+def kill_after(ranks: list[nursery.Process], folder: Path, life: int, num_steps: int) -> None:
     """SIGKILL all ranks when the first one has trained so many steps in this life."""
     end_s = time.monotonic() + DEADLINE_S
     while len(lines_of(folder, life, 0)) < num_steps:
         assert time.monotonic() < end_s
-        assert all(rank.poll() is None for rank in ranks)
+        assert all(rank.is_running for rank in ranks), [rank.err for rank in ranks]
         time.sleep(0.005)
     kill(ranks)
 
 
-def kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+def kill(ranks: list[nursery.Process]) -> None:
     for rank in ranks:
-        rank.kill()
+        rank.send(signal.SIGKILL)
     for rank in ranks:
         rank.wait()
 
@@ -95,14 +103,11 @@ def run_killed(kind: str, folder: Path, node_dir: Path, worlds: list[int]) -> tu
     its ranks end with."""
     last = STEPS_PER_LIFE * len(worlds)
     for life, world_size in enumerate(worlds):
-        ranks = start(kind, folder, node_dir, world_size, life, last)
-        try:
+        with started(kind, folder, node_dir, world_size, life, last) as ranks:
             if life < len(worlds) - 1:
                 kill_after(ranks, folder, life, num_steps=STEPS_PER_LIFE - 2 + life)
             else:
-                assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * world_size
-        finally:
-            kill(ranks)
+                assert [rank.wait(DEADLINE_S) for rank in ranks] == [0] * world_size, [rank.err for rank in ranks]
     ends = [lines_of(folder, len(worlds) - 1, rank)[last] for rank in range(worlds[-1])]
     return trained(kind, folder, worlds, last), {int(str(number)) % (1 << 64) for end in ends for number in end}
 

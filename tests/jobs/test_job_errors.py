@@ -6,13 +6,11 @@ import os
 import re
 import resource
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,8 +27,12 @@ from holdfast import (
     StateError,
     StorageError,
 )
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from tests.jobs.told import TIMEOUT_S, Told, same_on_all, save_small, small, told
 from tests.support.models import build, differing, filled, start_new_job
+from tests.support.nursery import start, until
+from tests.support.rank_worker import HOST
 from tests.support.ranks import run_ranks
 
 # The path.
@@ -422,36 +424,34 @@ def test_a_run_below_a_file_is_a_storage_error(tmp_path: Path) -> None:
     assert raised.value.action
 
 
-LEAVE_AT_ONCE = """
-import os, sys
-import torch, torch.distributed as dist
-from holdfast.control import channel
-rank, port = int(sys.argv[1]), int(sys.argv[2])
-store = dist.TCPStore("127.0.0.1", port, 3, is_master=rank == 0, use_libuv=True)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
-import holdfast
-import time
-if rank == 2:
-    receive = channel.Channel._receive_down
-    def slowly(self, phase, deadline):
-        time.sleep(0.5)
-        return receive(self, phase, deadline)
-    channel.Channel._receive_down = slowly
-try:
-    holdfast.load(sys.argv[3] + "/nothing", {"w": torch.zeros(2)}, timeout_s=20)
-except holdfast.HoldfastError as error:
-    print(type(error).__name__, flush=True)
-os._exit(0)
-"""
+_receive_down = Channel._receive_down
+
+
+def receive_slowly(channel: Channel, phase: str, deadline: Deadline) -> object:
+    time.sleep(0.5)
+    return _receive_down(channel, phase, deadline)
+
+
+def load_and_leave_at_once(rank: int, folder: Path) -> None:
+    """Load what is not there, as one of three ranks; rank 0 serves the store, and rank 2 hears of the error late."""
+    if rank == 0:
+        store = dist.TCPStore(HOST, 0, 3, is_master=True, wait_for_workers=False, use_libuv=True)
+        (folder / "port.new").write_text(str(store.port))
+        (folder / "port.new").rename(folder / "port")
+    else:
+        until((folder / "port").exists)
+        store = dist.TCPStore(HOST, int((folder / "port").read_text()), 3, is_master=False, use_libuv=True)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    if rank == 2:
+        patch.object(Channel, "_receive_down", receive_slowly).start()
+    try:
+        holdfast.load(folder / "nothing", {"w": torch.zeros(2)}, timeout_s=20)
+    except holdfast.HoldfastError as error:
+        (folder / f"error-{rank}").write_text(type(error).__name__)
+    os._exit(0)
 
 
 def test_ranks_hear_the_cause_though_the_rank_that_serves_the_store_leaves_at_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEAVE_AT_ONCE, str(rank), str(port), tmp_path], stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(3)
-    ]
-    assert [job.communicate(timeout=60)[0].strip() for job in jobs] == ["NotFoundError"] * 3
+    ranks = [start(load_and_leave_at_once, rank, tmp_path, err=tmp_path / f"err-{rank}") for rank in range(3)]
+    assert [rank.wait() for rank in ranks] == [0, 0, 0], [rank.err for rank in ranks]
+    assert [(tmp_path / f"error-{rank}").read_text() for rank in range(3)] == ["NotFoundError"] * 3

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 import holdfast
 from tests.project.torchrun import run_torchrun
 from tests.support.bound import bits
 from tests.support.models import start_new_job
-from tests.support.rank_worker import HOST
+from tests.support.rank_worker import HOST, environment_of
 from tests.support.ranks import run_processes
 
 ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
@@ -58,11 +58,16 @@ def example(guide: Path) -> tuple[str, list[Call]]:
     return script, calls
 
 
+def run_warm(folder: Path, call: Call) -> list[str]:
+    """Run the script in `folder` on warm ranks, and return the lines that they print, sorted."""
+    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # no other process can take its port
+    return sorted("".join(run_processes(call.num_ranks, run_script, str(folder), call, store.port)).splitlines())
+
+
 def run_script(rank: int, folder: str, call: Call, port: int) -> str:
     """Run the script as its launcher would, and return what it prints."""
     os.chdir(folder)
-    torchrun = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torchrun["WORLD_SIZE"] = str(call.num_ranks)
+    torchrun = environment_of(rank, call.num_ranks, port)
     if call.is_plain:
         for name in torchrun:
             os.environ.pop(name, None)
@@ -82,11 +87,7 @@ def test_the_example_of_a_guide_prints_what_the_guide_says(guide: Path, tmp_path
     # Each guide resumes on another world, but for the one that is about one process.
     assert len({call.num_ranks for call in calls}) >= 2 or all(call.is_plain for call in calls)
     for call in calls:
-        with socket.socket() as free:
-            free.bind((HOST, 0))
-            port = free.getsockname()[1]
-        printed = run_processes(call.num_ranks, run_script, str(tmp_path), call, port)
-        assert sorted("".join(printed).splitlines()) == call.output
+        assert run_warm(tmp_path, call) == call.output
 
 
 def run_as_started(folder: Path, call: Call) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.proving import proof
 from tests.support.command_line import Done, holdfast_command
 
 #: A script whose pieces the tests take away one by one.
@@ -48,8 +49,9 @@ def prove(*arguments: object) -> Done:
     return holdfast_command("prove", *map(str, arguments))
 
 
-def test_a_script_that_resumes_is_proved(script: Path, tmp_path: Path) -> None:
-    result = prove("--json", "--nproc", 2, "--kills", 1, "--dir", tmp_path / "proof", script, 6)
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_that_resumes_is_proved(script: Path, tmp_path: Path, num_ranks: int) -> None:
+    result = prove("--json", "--nproc", num_ranks, "--kills", 1, "--dir", tmp_path / "proof", script, 6)
     assert result.status == 0, result.err
     assert result.json["proved"]
     assert result.json["num_steps"] == 5
@@ -105,6 +107,14 @@ def test_a_script_that_fails_is_quoted(script: Path, tmp_path: Path) -> None:
     assert (tmp_path / "proof" / "undisturbed.log").exists()
 
 
+def test_a_script_whose_attempt_saved_nothing_is_told_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "attempt", lambda *_, **__: None)
+    result = prove(script)
+    assert result.status == 2
+    assert "saved 0 steps, too few for 2 kills" in result.err
+
+
+@pytest.mark.slow
 def test_a_script_that_saves_nothing_is_told_so(script: Path) -> None:
     script.write_text("print('done')")
     result = prove(script)

@@ -13,6 +13,8 @@ import os
 import pickle
 import select
 import signal
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal, TypeVarTuple
+from typing import TypeVarTuple
 
 import tests.support.ranks  # noqa: F401 - the fork server that it makes has torch
 
@@ -31,7 +33,8 @@ _START_TIMEOUT_S = 60.0
 
 
 class Process:
-    """A process that runs a function. Its exit status is 0, or 1 if the function raised; the traceback is in `err`."""
+    """A process that runs a function. Its exit status is 0, that of a `SystemExit`, or 1 if the function raised
+    something else; then the traceback is in `err`."""
 
     def __init__(self, pid: int, err: Path) -> None:
         self.pid = pid
@@ -78,6 +81,29 @@ def start(function: Callable[[*Ts], object], *args: *Ts, err: Path) -> Process:
     """Start a process that calls a top-level function; it appends its standard error to the file `err`."""
     err.touch()
     return Process(_nurse().ask(_Fork(pickle.dumps((function, args)), str(err))), err)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit status of a script, or the negative number of the signal that ended it; and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def run_script(script: str, *arguments: str, timeout_s: float = 60.0) -> Ended:
+    """Run the text of a script as a program of its own that has imported torch and holdfast already: in milliseconds
+    instead of the seconds that a new interpreter takes. For what a new interpreter does at its start and at its end,
+    start one."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = start(_execute, script, arguments, str(out), err=err)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.send(signal.SIGKILL)
+        return Ended(status, out.read_text(errors="replace"), process.err)
 
 
 def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
@@ -176,15 +202,26 @@ def _import_all() -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked"
 
 
-def _run(connection: Connection, order: _Fork) -> Literal[0, 1]:
+def _execute(script: str, arguments: tuple[str, ...], out: str) -> None:
+    with open(out, "wb") as file:
+        os.dup2(file.fileno(), 1)
+    sys.argv = ["-c", *arguments]
+    exec(compile(script, "<script>", "exec"), {"__name__": "__main__"})
+    sys.stdout.flush()
+
+
+def _run(connection: Connection, order: _Fork) -> int:
     try:
         _die_with_parent()
         connection.close()
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
         descriptor = os.open(order.err, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(descriptor, 2)
         os.close(descriptor)
         function, args = pickle.loads(order.call)
         function(*args)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001 - whatever it is, it is the caller's to judge
         os.write(2, traceback.format_exc().encode())
         return 1

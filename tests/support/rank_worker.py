@@ -27,6 +27,20 @@ HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 
 
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """The environment of a rank whose launcher serves the store for its process group at `port`, as torchrun does. No
+    rank serves one, so no port has to be found that is free and stays so."""
+    return {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
 class RankError(Exception):
     """Stands for an exception that cannot be pickled or is no `Exception`; says what it said."""
 

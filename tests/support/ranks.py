@@ -30,6 +30,8 @@ MAX_WORKERS = 8
 START_TIMEOUT_S = 60.0
 # Grace period for the other ranks once one has failed: most of them are then blocked on it for ever.
 GRACE_S = 10.0
+# Time for a rank that has finished to leave its process group: a moment, but not on a machine that others use too.
+LEAVE_TIMEOUT_S = 60.0
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -213,7 +215,7 @@ def _collect(workers: dict[int, _Worker], timeout_s: float) -> tuple[dict[int, o
     for rank, worker in workers.items():
         if not isinstance(failures.get(rank), RankDiedError | RankHungError):
             try:
-                worker.receive(GRACE_S)
+                worker.receive(LEAVE_TIMEOUT_S)
             except (RankDiedError, RankHungError) as error:
                 error.add_note(f"rank {rank} had finished and was leaving its process group")
                 results.pop(rank, None)
