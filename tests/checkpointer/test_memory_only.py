@@ -188,8 +188,7 @@ def test_an_evaluation_that_reserved_memory_before_the_run_began_does_not_keep_i
         assert evaluates.restore().step is None
         with NodeFolder(run, node_dir=node_dir) as folder:
             assert (is_claimed(folder, 0), has_trainer(folder, 0)) == (True, False)
-            job = subprocess.run([sys.executable, "-c", KILLED, run, str(node_dir)], check=False, timeout=60)
-            assert job.returncode == -signal.SIGKILL
+            assert run_script(KILLED, run, str(node_dir)).status == -signal.SIGKILL
             until(lambda: committed(run) == [0, 3])
             assert evaluates.restore().step == 3
             set_state(state, 4)
