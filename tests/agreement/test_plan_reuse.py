@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +12,20 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import StateError
+from tests.agreement import loopback
+from tests.agreement.loopback import NO_RIGHT
+from tests.support import nursery
 from tests.support.ranks import run_ranks
 
-SCRIPT = Path(__file__).parent / "loopback.py"
 
-
-def test_later_saves_exchange_no_plan() -> None:
+def test_later_saves_exchange_no_plan(tmp_path: Path) -> None:
     """Counted by the kernel, on the loopback of a network namespace of the ranks' own."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=110)
-    if "no right to make a network namespace" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
-    first, *later = json.loads(done.stdout)
+    counter = nursery.start(loopback.main, tmp_path / "counts", err=tmp_path / "err")
+    status = counter.wait(110)
+    if NO_RIGHT in counter.err:
+        pytest.skip(counter.err.strip())
+    assert status == 0, counter.err
+    first, *later = json.loads((tmp_path / "counts").read_text())
     assert first > 30_000  # the names of 3,000 tensors
     assert max(later) < 16_000  # a few messages with their acknowledgements, whatever the number of tensors
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from tests.faults.test_engine_faults import fill
 from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers, keepers
 from tests.support.models import start_new_job
-from tests.support.nursery import run_script, until
+from tests.support.nursery import run_script, start, until
 from tests.support.ranks import run_ranks
 
 
@@ -373,28 +371,19 @@ def test_another_number_of_ranks_restores_it(run: str, tmp_path: Path, num_nodes
         end_keepers(node)
 
 
-EVALUATION = """
-import sys
-from pathlib import Path
-from holdfast import Checkpointer, Memory
-import torch
-from tests.checkpointer.test_memory_only import SHAPE, state_of
-
-state = state_of() | {"sharded": torch.zeros(SHAPE)}
-with Checkpointer(sys.argv[1], state, memory=Memory(node_dir=Path(sys.argv[2]))) as own:
-    print(own.restore().step)
-"""
+def evaluate(run: str, node: Path, begin: Path, restored: Path) -> None:
+    """An evaluation on that node, once the file `begin` is there; it writes the step that it restores to `restored`."""
+    until(begin.exists, timeout_s=60)
+    state = state_of() | {"sharded": torch.zeros(SHAPE)}
+    with Checkpointer(run, state, memory=Memory(node_dir=node)) as own:
+        step = own.restore().step
+    restored.with_suffix(".new").write_text(str(step))
+    restored.with_suffix(".new").rename(restored)
 
 
-def evaluated(run: str, node: Path) -> str:
-    """The step that an evaluation restores on that node, as text."""
-    command = [sys.executable, "-c", EVALUATION, run, str(node)]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
-
-
-def train_beside_an_evaluation(run: str, nodes: list[Path]) -> tuple[str, set[tuple[int, SlotState]]]:
+def train_beside_an_evaluation(run: str, nodes: list[Path], begin: Path, restored: Path) -> set[tuple[int, SlotState]]:
     start_new_job()
-    node, restored = nodes[dist.get_rank()], ""
+    node = nodes[dist.get_rank()]
     state = state_of() | {"sharded": sharded(0, dim=0)}
     with Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0) as own:
         own.save(0).durable.wait(20.0)
@@ -402,10 +391,11 @@ def train_beside_an_evaluation(run: str, nodes: list[Path]) -> tuple[str, set[tu
             save_held(own, state, step)
         dist.barrier()
         if dist.get_rank() == 0:
-            restored = evaluated(run, node)
+            begin.touch()
+            until(restored.exists)
             time.sleep(1.0)  # the keeper would act on whatever the evaluation asked for
         dist.barrier()
-        return restored, states(run, node)
+        return states(run, node)
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -414,8 +404,11 @@ def test_an_evaluation_beside_the_training_changes_nothing(run: str, tmp_path: P
     nodes = [tmp_path / f"node{number}" for number in range(num_nodes)]
     for node in nodes:
         node.mkdir()
-    (restored, held), (_, other) = run_ranks(2, train_beside_an_evaluation, run, [nodes[0], nodes[-1]])
-    assert restored == ("3" if num_nodes == 1 else "0")
+    begin, restored = tmp_path / "begin", tmp_path / "restored"
+    evaluation = start(evaluate, run, nodes[0], begin, restored, err=tmp_path / "err")
+    held, other = run_ranks(2, train_beside_an_evaluation, run, [nodes[0], nodes[-1]], begin, restored)
+    assert evaluation.wait() == 0, evaluation.err
+    assert restored.read_text() == ("3" if num_nodes == 1 else "0")
     assert held == other == {(2, SlotState.HELD), (3, SlotState.HELD)}
     for node in nodes:
         end_keepers(node)

@@ -119,7 +119,7 @@ import sys, torch
 from torch.utils.data import DataLoader
 from holdfast.data import outlive_signals
 if __name__ == "__main__":
-    options = {"multiprocessing_context": sys.argv[1], "num_workers": 2, "worker_init_fn": outlive_signals}
+    options = {"multiprocessing_context": sys.argv[1], "num_workers": 1, "worker_init_fn": outlive_signals}
     loader = iter(DataLoader(torch.arange(10_000), **options))
     next(loader)
     import multiprocessing.util, os

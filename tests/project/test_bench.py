@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.spawn import start_processes
 
+import tests.support.ranks  # noqa: F401 - its fork server has torch
+from bench import runner
 from bench.__main__ import BENCHMARKS, CHART, NAMES, PLANNING, README, TABLES, documents, measure, publish
 from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_limit
 from bench.contenders import LATER, MANY
@@ -182,16 +186,25 @@ def stay(queue: Any) -> None:
     time.sleep(600)
 
 
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks start in a moment: the fork server of `tests.support.ranks` has torch."""
+    monkeypatch.setattr(runner, "start_processes", partial(start_processes, start_method="forkserver"))
+
+
+@pytest.mark.usefixtures("warm_ranks")
 def test_what_ranks_send_is_collected_until_all_have_ended_or_said_that_they_are_to_be_killed() -> None:
     assert sorted(messages(say, world=2)) == ["rank 0", "rank 1"]
     assert sorted(messages(stay, world=2)) == [0, 1]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
     with pytest.raises(BenchError, match="process 1 terminated with exit code 3"):
         list(messages(die, world=2))
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() -> None:
     with pytest.raises(BenchError, match=r"A rank failed(?s:.*)BenchError: other bytes"):
         list(messages(fail_while_another_waits, world=2))

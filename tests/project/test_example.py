@@ -75,8 +75,8 @@ def forked(num_ranks: int, *, num_steps: int) -> Iterator[list[nursery.Process]]
             ranks.append(nursery.start(run_rank, folder, environment, num_steps, err=folder / f"err-{rank}"))
         yield ranks
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
 
 
 def test_it_goes_on_after_a_kill_of_all_ranks_on_another_number_of_them(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +14,7 @@ from torch.optim import AdamW
 
 import holdfast
 from holdfast.mapping import Fuse, Pad
+from tests.support.nursery import run_script
 
 State = dict[str, Any]
 
@@ -536,10 +535,9 @@ def test_the_memory_of_a_model_is_taken_once(tmp_path: Path) -> None:
         nn.init.constant_(layer.weight, number)
     holdfast.save(tmp_path / "run", {"model": nn.Sequential(*layers)}, 1)
     del layers
-    done = subprocess.run(
-        [sys.executable, "-c", _MEASURED, tmp_path / "run"], check=True, capture_output=True, text=True, timeout=100
-    )
-    assert 500 << 20 < int(done.stdout) < (512 + 128) << 20
+    done = run_script(_MEASURED, str(tmp_path / "run"), timeout_s=100)
+    assert done.status == 0, done.err
+    assert 500 << 20 < int(done.out) < (512 + 128) << 20
 
 
 # --- inference mode ---------------------------------------------------------------------------------------------------
