@@ -535,7 +535,7 @@ def explore(machine: type[HistoryMachine], *, num_examples: int, num_steps: int)
 
 
 def test_the_history_is_that_of_the_model_whatever_happens_in_an_object_store() -> None:
-    assert explore(HistoryMachine, num_examples=20, num_steps=25) >= 20
+    assert explore(HistoryMachine, num_examples=12, num_steps=25) >= 12
 
 
 def test_the_history_is_that_of_the_model_whatever_happens_in_a_file_system() -> None:
