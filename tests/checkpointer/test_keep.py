@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -161,16 +162,18 @@ def test_a_defect_of_ours_never_reaches_training(
 
 
 def test_close_leaves_a_store_that_hangs_behind(run: str, state: dict[str, object]) -> None:
+    num_threads, answers = threading.active_count(), threading.Event()
     with (
-        patch.object(Retention, "survey", lambda *_: time.sleep(3)),
+        patch.object(Retention, "survey", lambda *_: answers.wait(60) and None),
         patch("holdfast.checkpointer.CLOSING_S", 0.2),
     ):
         checkpointer = Checkpointer(run, state, memory=None, keep=KeepLast(1))
         checkpointer.save(1)
         begun_s = time.monotonic()
         checkpointer.close()
-        assert time.monotonic() - begun_s < 2
-    time.sleep(3.2)  # the thread of this test must not meet the store of another one
+        assert time.monotonic() - begun_s < 30
+        answers.set()
+        until(lambda: threading.active_count() <= num_threads)  # so that no thread meets the store of another test
 
 
 def test_the_policy_of_a_job_that_was_replaced_counts_no_more(run: str, state: dict[str, object]) -> None:

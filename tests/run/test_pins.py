@@ -151,12 +151,14 @@ def test_a_notice_of_a_dead_process_delays_but_does_not_prevent(run: Run, monkey
     assert run.storage.list("pins") == [], "a process that lives takes its notice back"
     notice = RemovalNotice(place=PLACE, created=records.now(), holder="a dead process")
     run.storage.create(notice_key(notice, TOKEN), records.encode(notice))
-    monkeypatch.setattr(holds, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(holds, "PATIENCE_S", 60.0)
     begun_s = time.monotonic()
     await_removals(run.storage, Place(1, 1))
-    assert time.monotonic() - begun_s < 0.5, "notices of other checkpoints do not matter"
+    assert time.monotonic() - begun_s < 30, "notices of other checkpoints do not matter"
+    monkeypatch.setattr(holds, "PATIENCE_S", 0.5)
+    begun_s = time.monotonic()
     await_removals(run.storage, PLACE)
-    assert 0.5 <= time.monotonic() - begun_s < 5
+    assert 0.5 <= time.monotonic() - begun_s < 30
     remove_checkpoint(run, run.find(place=PLACE))
     assert not run.is_committed(PLACE)
 
