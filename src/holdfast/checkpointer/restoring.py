@@ -189,7 +189,7 @@ def _from_memory(
             prefix = records.checkpoint_key(chosen.folder, "")
             sealed = Sealed(storage, prefix, seal, run_opened.run_id, nearer=done(copies))
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            report = _load(channel, deadline, loading, state, Opened(Checkpoint(sealed), run_opened), chosen.epoch)
+            report = _load(channel, deadline, loading, state, Checkpoint(sealed), run=run_opened, epoch=chosen.epoch)
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
         promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
@@ -298,13 +298,14 @@ def _load(
     deadline: Deadline,
     loading: Loading,
     state: Mapping[str, object],
-    opened: Opened,
+    checkpoint: Checkpoint,
+    *,
+    run: Run,
     epoch: int,
 ) -> LoadReport:
-    checkpoint = opened.checkpoint
     if checkpoint.holders is not None:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
-    return loading.fill(state, lambda: opened, epoch=epoch)
+    return loading.fill(state, lambda: Opened(checkpoint, run), epoch=epoch)
 
 
 def _all_values(
