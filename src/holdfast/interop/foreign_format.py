@@ -8,7 +8,7 @@ from typing import Protocol
 
 from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
 from holdfast.checkpoint.stored_state import StateRecord, StoredState
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format.manifest import file_name
 from holdfast.format.values import Node, Open
 from holdfast.interop.given_places import GivenPlaces
@@ -98,4 +98,14 @@ def damaged(
         path=path,
         tensor=tensor,
         details=tuple(details),
+    )
+
+
+def unreadable(path: str, what: str, *, action: str = "") -> IncompatibleError:
+    """The error for a foreign file that is sound, and holds what holdfast does not read."""
+    return IncompatibleError(
+        f"{path} {what}.",
+        code="incompatible.foreign",
+        action=action or "Load it with the library that wrote it, and save that state again.",
+        path=path,
     )

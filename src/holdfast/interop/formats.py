@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import NotFoundError
+from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.run.history import Located, resolve
@@ -17,7 +18,7 @@ from holdfast.store.timed import timed_alike
 from holdfast.store.urls import open_store
 
 #: Asked in this order.
-FORMATS: Final[tuple[ForeignFormat, ...]] = (HuggingFaceFormat(),)
+FORMATS: Final[tuple[ForeignFormat, ...]] = (DcpFormat(), HuggingFaceFormat())
 
 
 class FoundState(NamedTuple):

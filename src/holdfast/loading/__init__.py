@@ -81,8 +81,9 @@ def load(
 
     Blocking and collective over `group` (default: the job); one plain process may call it too. `path` is a run (its
     head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder; or a checkpoint of another system, which is
-    recognised by what it contains: a Hugging Face folder or one of its safetensors files. Such bytes have no digests,
-    so they cannot be verified (``report.verified``). Tensors are filled in place and keep their identity.
+    recognised by what it contains: a Hugging Face folder or one of its safetensors files, or a folder of
+    ``torch.distributed.checkpoint``. Such bytes have no digests, so they cannot be verified (``report.verified``).
+    Tensors are filled in place and keep their identity.
     Entries of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an
     empty dict takes all values of the stored one. Optimizer state is built from the checkpoint in its saved dtype, for
     an optimizer of the class that was saved; without ``strict`` also for one with the same slots and hyper-parameters
@@ -409,6 +410,8 @@ class Loading:
     def _is_whole(self, bound: _BoundLoad, names: Names, filling: Filling) -> bool:
         """Whether everything stored was loaded unchanged, and everything live was filled."""
         if self._options.mapping or filling.cast or names.missing or names.unexpected:
+            return False
+        if bound.opened.checkpoint.record.place is None:  # of another system: no run has it
             return False
         # A selection may exclude nothing, as where the checkpoint was saved with the same one.
         select, (stored, nodes) = self._options.select(), (bound.table.stored, bound.table.nodes)

@@ -50,7 +50,8 @@ def folder_kind(names: Collection[str]) -> Foreign | None:
         return Foreign("a Hugging Face model folder", _READABLE)
     if ".metadata" in names:
         return Foreign(
-            "a checkpoint of torch.distributed.checkpoint", "Load it with dcp.load, then save that state again."
+            "a checkpoint of torch.distributed.checkpoint",
+            "It is not a run, but holdfast.load and holdfast.open read it.",
         )
     if "latest" in names and holds("global_step*"):
         return Foreign("a DeepSpeed checkpoint folder", "Load it with DeepSpeed, then save that state again.")
