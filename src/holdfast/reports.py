@@ -72,6 +72,8 @@ class LoadReport:
     number of ranks saved: their generators do not continue where they were. `diverged` are the tensors that the
     checkpoint marks so, as in `SaveReport`. `skipped` are newer checkpoints that ``fallback=True`` passed over, or
     that `Checkpointer.restore` found damaged in memory, newest first: the place of each, and what is wrong with it.
+    `verified` says whether the bytes were compared with digests. A checkpoint of another system has none; its step is
+    -1, and its place is empty.
     """
 
     step: int
@@ -85,6 +87,7 @@ class LoadReport:
     on_meta: tuple[str, ...]
     reseeded: tuple[str, ...]
     diverged: tuple[str, ...]
+    verified: bool
     read_nbytes: int
     needed_nbytes: int
     verify_s: float
@@ -102,7 +105,7 @@ class LoadReport:
         """One line about the load: step, place, number of names, size and duration."""
         total_s = sum(self.seconds.values())
         loaded = f"{count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
-        return f"step {self.step} at {self.place}: {loaded} in {total_s:.2f} s"
+        return f"{origin(self.step, self.place)}: {loaded} in {total_s:.2f} s"
 
     def __repr__(self) -> str:
         own = f"this rank read {size(self.read_nbytes)}; the next step is {self.next_step}"
@@ -116,6 +119,8 @@ class LoadReport:
             "passed over": [f"{place} ({reason})" for place, reason in self.skipped],
         }
         lines = [line for what, which in names.items() for line in listed(what, which)]
+        if not self.verified:
+            lines.append("not verified: no digests were compared")
         return printed("LoadReport", self.summary, self.path, own, *lines)
 
 
@@ -138,6 +143,11 @@ class TransferReport:
     def __repr__(self) -> str:
         own = f"{count(len(self.loaded), 'name')}, {size(self.received_nbytes)} in {sum(self.seconds.values()):.2f} s"
         return printed("TransferReport", own, f"this rank moved {size(self.moved_nbytes)}")
+
+
+def origin(step: int, place: str) -> str:
+    """Which checkpoint was read, for a report."""
+    return "a foreign checkpoint" if not place else f"step {step} at {place}"
 
 
 def listed(what: str, names: Sequence[str]) -> list[str]:

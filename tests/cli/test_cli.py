@@ -243,11 +243,11 @@ def test_a_file_url_names_a_run(run: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "target", "said"),
     [
-        (["config.json", "model.safetensors"], "", "it is a Hugging Face model folder. Load it with from_pretrained"),
+        (["config.json", "model.safetensors"], "", "it is a Hugging Face model folder. It is not a run, but"),
         (["adapter_config.json", "adapter_model.safetensors"], "", "it is a folder of PEFT adapters"),
         ([".metadata", "__0_0.distcp"], "", "it is a checkpoint of torch.distributed.checkpoint"),
         (["latest", "global_step10"], "", "it is a DeepSpeed checkpoint folder"),
-        (["model.safetensors"], "model.safetensors", "it is a safetensors file. Read it with safetensors"),
+        (["model.safetensors"], "model.safetensors", "it is a safetensors file. It is not a run, but"),
         (["model.pt"], "model.pt", "it is a file, such as torch.save writes. Read it with torch.load"),
         (["notes"], "notes", "it is a file. Name the folder of a run."),
     ],

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.format.container import Files
 from holdfast.format.records import Place
 from holdfast.format.values import Node, Open
 from holdfast.plan.save import CheckpointIdentity
@@ -58,7 +59,7 @@ class Remembering(MemoryStore):
 
     def data_reads(self, view: View) -> list[DataRead]:
         """The reads of data sections since the last call, relative to the start of each section."""
-        files = view._checkpoint.files
+        files = Files(view._checkpoint.manifest)
         columns = files.columns(np.arange(files.manifest.body.num_files))
         starts = dict(enumerate(columns.data_starts.tolist()))
         found = []

@@ -22,6 +22,7 @@ from torch import nn
 
 import holdfast
 from holdfast import Box, CorruptError, FlatRange, NotFoundError, View
+from holdfast.format.container import Files
 from holdfast.format.values import Undecoded
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.state.registered_types import register_value
@@ -260,7 +261,7 @@ def test_files_are_read_one_by_one_from_front_to_back_each_byte_once(verify: boo
     reads = storage.data_reads(view)
     assert reads == sorted(reads)
     assert all(a.stop == b.start for a, b in pairwise(reads) if a.key == b.key)
-    columns = view._checkpoint.files.columns(np.arange(2))
+    columns = Files(view._checkpoint.manifest).columns(np.arange(2))
     values = sum(block.capacity for block in view._checkpoint.manifest.body.values)
     assert int(columns.data_nbytes.sum()) - values <= sum(read.stop - read.start for read in reads)
     assert sum(read.stop - read.start for read in reads) <= int(columns.data_nbytes.sum())
@@ -283,8 +284,8 @@ def test_only_files_and_windows_with_tensors_that_match_are_read() -> None:
     storage = Remembering(published(two_files()))
     view = view_of(storage)
     assert {piece.name for piece in view.in_file_order("fl*")} == {"flat"}
-    columns = view._checkpoint.files.columns(np.arange(2))
-    first = [int(start) for start in columns.offsets[:, view._checkpoint.files.position[0]]]
+    columns = Files(view._checkpoint.manifest).columns(np.arange(2))
+    first = [int(start) for start in columns.offsets[:, Files(view._checkpoint.manifest).position[0]]]
     reads = storage.data_reads(view)
     assert min(read.start for read in reads if "00001" in read.key) == first[1] // (8 * MIB) * 8 * MIB
 

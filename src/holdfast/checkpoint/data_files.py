@@ -11,10 +11,12 @@ from holdfast.checkpoint.catalogue import Catalogue
 from holdfast.checkpoint.delivery import Delivery, Targets
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
-from holdfast.format.container import BLOCK_NBYTES, Files
+from holdfast.format.container import BLOCK_NBYTES, FilePlaces, Files, StoredCells
 from holdfast.format.manifest import DecodedTable
 from holdfast.format.names import shown
+from holdfast.io.buffers import pipeline_pool
 from holdfast.io.jobs import DataFile, ReadJob
+from holdfast.io.reader import ReadStats, read_files
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.store.base import FileReader, Store
 
@@ -32,16 +34,20 @@ class DataFiles:
     threads.
 
     The bytes of a live state have no digests, so nothing is verified here; `Checkpoint` adds the seal. `folder` names
-    the files' folder, or the state, in messages.
+    the files' folder, or the state, in messages. `places` are the offsets in the files, by default those of our format.
     """
 
     manifest: DecodedTable
+    #: Whether the files have digests, which reads can verify.
+    has_digests = False
 
-    def __init__(self, manifest: DecodedTable, catalogue: Catalogue, *, folder: str) -> None:
+    def __init__(
+        self, manifest: DecodedTable, catalogue: Catalogue, *, folder: str, places: FilePlaces | None = None
+    ) -> None:
         self.manifest = manifest
         self.catalogue = catalogue
         self.folder = folder
-        self.files = Files(manifest)
+        self.files: FilePlaces = places or Files(manifest)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -57,6 +63,10 @@ class DataFiles:
     def is_prompt(self) -> bool:
         """Whether reads of the files wait for nothing: see `Catalogue.is_prompt`."""
         return self.catalogue.is_prompt(self.manifest.body.num_files)
+
+    def key(self, file: int) -> str:
+        """The key of the nearest copy of file number `file`, without its folder."""
+        return self.catalogue.nearest(fmt.file_name(file)).key.rpartition("/")[2]
 
     def path(self, name: str) -> str:
         """Full path of the nearest copy of file `name`."""
@@ -76,14 +86,31 @@ class DataFiles:
             deliver = Delivery(self.files, reads, wants, targets).take
             extents = np.stack([reads.starts, reads.stops], axis=1)
             open_ = self._opening(reads.file, reads.data_start, reads.data_nbytes, verify, open_reader)
-            yield reads.file, ReadJob(reads.data_nbytes, open_, extents, deliver, verify)
+            yield reads.file, ReadJob(reads.data_nbytes, open_, extents, deliver, verify and self.has_digests)
+
+    def read(
+        self, wants: Sequence[ReadRequest], targets: Targets, *, verify: bool = True, first_file: int = 0
+    ) -> ReadStats:
+        """Deliver every element of `wants` to `targets`, each once. Blocks until all are delivered.
+
+        Memory is bounded: three buffers of 2 MiB. With `verify`, every block that is read and has a digest is checked
+        against it before its elements are delivered.
+
+        Raises:
+            CorruptError: bytes are missing or altered; names the file and the tensors.
+            StorageError: the store failed.
+        """
+        jobs = (job for _, job in self.jobs(wants, targets, verify=verify, first_file=first_file))
+        with pipeline_pool() as pool:
+            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
 
     def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader = open_reader) -> ReadJob:
         """A job without extents, for a rank that reads a file only for others."""
-        columns = self.files.columns(np.asarray([file], np.int64))
-        data_start, data_nbytes = int(columns.data_starts[0]), int(columns.data_nbytes[0])
-        open_ = self._opening(file, data_start, data_nbytes, verify, open_reader)
-        return ReadJob(data_nbytes, open_, [], _wants_nothing, verify)
+        nothing = np.zeros(0, np.int64)
+        cells = [StoredCells(nothing, nothing, nothing)]
+        (placed,) = self.files.place(np.asarray([file], np.int64), cells)
+        open_ = self._opening(file, placed.data_start, placed.data_nbytes, verify, open_reader)
+        return ReadJob(placed.data_nbytes, open_, [], _wants_nothing, verify and self.has_digests)
 
     def open_file(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.format.container import Files
+from holdfast.format.container import FilePlaces
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box
 from holdfast.plan.load import FileReads, ReadRequest, pieces
@@ -33,10 +35,18 @@ class Targets(Protocol):
         """The memory of a want in row-major order, to write carriers to; None where the reader must call `put`."""
 
 
+@dataclass
+class _Fragment:
+    """One element that chunks cut, and the number of its bytes that have arrived."""
+
+    data: Bytes
+    num_filled: int = 0
+
+
 class Delivery:
     """The delivery of one file's bytes to the wants whose elements they are."""
 
-    def __init__(self, files: Files, reads: FileReads, wants: Sequence[ReadRequest], targets: Targets) -> None:
+    def __init__(self, files: FilePlaces, reads: FileReads, wants: Sequence[ReadRequest], targets: Targets) -> None:
         self._files = files
         self._reads = reads
         self._wants = wants
@@ -45,7 +55,10 @@ class Delivery:
         #: The offset of each read when all are laid end to end, and the end of the last one.
         self._line = np.r_[0, np.cumsum(reads.stops - reads.starts)].tolist()
         #: The read at which the group of each read ends: straight reads that follow each other, or one other read.
-        self._behind = _ends_of_groups(reads.straight).tolist()
+        self._behind = _ends_of_groups(reads.straight & ~reads.odd).tolist()
+        #: The bytes of elements that chunks cut, by the numbers of read and element, until the other bytes arrive.
+        self._fragments: dict[tuple[int, int], _Fragment] = {}
+        self._lock = threading.Lock()
 
     def take(self, first: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of read `first`, from `offset` on, and of the reads that follow it without a gap."""
@@ -55,11 +68,44 @@ class Delivery:
         while first < last:
             behind = min(self._behind[first], last)
             held = data[max(line[first] - begin, 0) : line[behind] - begin]
-            if self._reads.straight[first]:
+            if self._reads.odd[first]:
+                self._odd(first, offset, held)
+            elif self._reads.straight[first]:
                 self._targets.fill(self._numbers[first:behind], offset, held)
             else:
                 self._part(first, offset, held)
             first, offset = behind, 0
+
+    def _odd(self, index: int, offset: int, data: Bytes) -> None:
+        """Deliver bytes of one read whose elements may be cut, and lie at any address: whole ones from a copy."""
+        itemsize = int(self._files.itemsizes[self._wants[self._numbers[index]].tensor])
+        first = min(-offset % itemsize, len(data))
+        behind = first + (len(data) - first) // itemsize * itemsize
+        for start, stop in ((0, first), (behind, len(data))):
+            if start < stop:
+                self._fragment(index, offset + start, data[start:stop], itemsize)
+        if first < behind:
+            self._elements(index, offset + first, data[first:behind].copy())
+
+    def _fragment(self, index: int, offset: int, data: Bytes, itemsize: int) -> None:
+        """Keep a part of one element; deliver the element once all of it is there."""
+        element, skipped = divmod(offset, itemsize)
+        with self._lock:
+            fragment = self._fragments.setdefault((index, element), _Fragment(np.empty(itemsize, np.uint8)))
+            fragment.data[skipped : skipped + len(data)] = data
+            fragment.num_filled += len(data)
+            is_whole = fragment.num_filled == itemsize
+            if is_whole:
+                del self._fragments[index, element]
+        if is_whole:
+            self._elements(index, element * itemsize, fragment.data)
+
+    def _elements(self, index: int, offset: int, data: Bytes) -> None:
+        """Deliver whole elements of one read, from `offset` on."""
+        if self._reads.straight[index]:
+            self._targets.fill(self._numbers[index : index + 1], offset, data)
+        else:
+            self._part(index, offset, data)
 
     def _part(self, index: int, offset: int, data: Bytes) -> None:
         """Deliver bytes of one read, from `offset` on."""

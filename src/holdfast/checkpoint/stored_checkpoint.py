@@ -11,20 +11,19 @@ from threading import RLock
 import numpy as np
 import xxhash
 
-from holdfast.checkpoint.data_files import DataFiles, OpenReader, open_reader
-from holdfast.checkpoint.delivery import Targets
+from holdfast.checkpoint.data_files import OpenReader, open_reader
 from holdfast.checkpoint.sealed import Sealed
+from holdfast.checkpoint.stored_state import StateRecord, StoredState
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
-from holdfast.format.container import TABLE_OFFSET, num_blocks, parse_table
+from holdfast.format.container import TABLE_OFFSET, Files, num_blocks, parse_table
 from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.values import Node
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.jobs import DataFile, Extent, ReadJob
-from holdfast.io.reader import ReadStats, read_files
-from holdfast.plan.load import ReadRequest
+from holdfast.io.reader import read_files
 from holdfast.store.base import Bytes, FileReader, Store
 from holdfast.wording import count
 
@@ -32,10 +31,12 @@ from holdfast.wording import count
 _TABLES_NBYTES = 4 << 20
 
 
-class Checkpoint(DataFiles):
+class Checkpoint(StoredState):
     """A sealed checkpoint, for reading. Reads open no epoch and change nothing. Safe for several threads."""
 
     manifest: DecodedManifest
+    files: Files
+    has_digests = True
 
     def __init__(self, sealed: Sealed) -> None:
         """Read and check the manifest.
@@ -77,6 +78,20 @@ class Checkpoint(DataFiles):
         if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
             raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")
 
+    @cached_property
+    def record(self) -> StateRecord:
+        """What seal and manifest record about it."""
+        body = self.manifest.body
+        return StateRecord(
+            location=self.storage.location,
+            identity=self.seal.checkpoint_id,
+            step=self.seal.step,
+            place=self.seal.place,
+            in_history=self.sealed.commit is not None,
+            metrics=body.metrics,
+            diverged=body.diverged,
+        )
+
     @property
     def storage(self) -> Store:
         """The store of the checkpoint's folder."""
@@ -99,22 +114,6 @@ class Checkpoint(DataFiles):
         """The part of the table of values that lies in `files`. Raises the same errors as looking up `nodes`."""
         blocks = (block for block in self.manifest.body.values if block.file in files)
         return {path: node for block in blocks for path, node in self._values(block).items()}
-
-    def read(
-        self, wants: Sequence[ReadRequest], targets: Targets, *, verify: bool = True, first_file: int = 0
-    ) -> ReadStats:
-        """Deliver every element of `wants` to `targets`, each once. Blocks until all are delivered.
-
-        Memory is bounded: three buffers of 2 MiB. With `verify`, every block that is read is checked against the
-        seal before its elements are delivered.
-
-        Raises:
-            CorruptError: bytes are missing or altered; names the file and the tensors.
-            StorageError: the store failed.
-        """
-        jobs = (job for _, job in self.jobs(wants, targets, verify=verify, first_file=first_file))
-        with pipeline_pool() as pool:
-            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
 
     def open_file(
         self,

@@ -235,10 +235,10 @@ def _newest_in_memory(
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
             try:
-                opened = _opened(
+                held = _in_memory(
                     storage, seal, chosen, partial(_copies, folder, slots, seal, chosen), channel, deadline
                 )
-                report = _load(channel, deadline, loading, state, opened, chosen.epoch, damaged=damaged)
+                report = _load(channel, deadline, loading, state, held, epoch=chosen.epoch, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
                 if not is_damage(error):
                     raise
@@ -246,22 +246,28 @@ def _newest_in_memory(
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
         promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
-        assert opened.run is not None
-        restored = RestoredCheckpoint(opened.run.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
+        restored = RestoredCheckpoint(held.run.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
         return Restored(told, uncommitted, seal.place)
 
 
-def _opened(
+class _CheckpointInMemory(NamedTuple):
+    """A checkpoint that the memory of the nodes holds whole, and its run."""
+
+    checkpoint: Checkpoint
+    run: Run
+
+
+def _in_memory(
     storage: TimedStore,
     seal: Seal,
     chosen: Chosen,
     copies: Callable[[], dict[str, tuple[FileCopy, ...]]],
     channel: Channel,
     deadline: Deadline,
-) -> Opened:
-    """The `chosen` checkpoint, with its copies in memory. Collective."""
+) -> _CheckpointInMemory:
+    """Open the `chosen` checkpoint, with its copies in memory. Collective."""
 
     def find() -> tuple[Run, dict[str, tuple[FileCopy, ...]]]:
         return Run.open(storage), copies()
@@ -270,7 +276,7 @@ def _opened(
     channel.confirm("copies", found, deadline)
     run, nearer = done(found)
     sealed = Sealed(storage, records.checkpoint_key(chosen.folder, ""), seal, run.run_id, nearer=nearer)
-    return Opened(Checkpoint(sealed), run)
+    return _CheckpointInMemory(Checkpoint(sealed), run)
 
 
 @contextmanager
@@ -372,16 +378,16 @@ def _load(
     deadline: Deadline,
     loading: Loading,
     state: Mapping[str, object],
-    opened: Opened,
-    epoch: int,
+    held: _CheckpointInMemory,
     *,
+    epoch: int,
     damaged: Sequence[_DamagedSnapshot],
 ) -> LoadReport:
-    checkpoint = opened.checkpoint
+    checkpoint = held.checkpoint
     if checkpoint.holders is not None:
         checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
     skipped = [Skipped(each.place, each.error.message) for each in damaged]
-    return loading.fill(state, lambda: opened, epoch=epoch, skipped=skipped)
+    return loading.fill(state, lambda: Opened(checkpoint, held.run), epoch=epoch, skipped=skipped)
 
 
 def _all_values(

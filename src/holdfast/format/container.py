@@ -8,12 +8,12 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from json.encoder import encode_basestring_ascii as quoted
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -98,8 +98,46 @@ class FileColumns:
     data_nbytes: Int64s
 
 
+class StoredCells(NamedTuple):
+    """Cells of tensors that one file holds, as columns: for each cell its tensor, its number in the tensor's partition,
+    and the elements of the tensor that the file holds before it."""
+
+    tensors: Int64s
+    cells: Int64s
+    before: Int64s
+
+
+class CellOffsets(NamedTuple):
+    """The data section of a file: its start and its size, and the offsets in it of the cells that were asked for."""
+
+    data_start: int
+    data_nbytes: int
+    offsets: Int64s
+
+
+class FilePlaces(Protocol):
+    """Where the parts of a state's tensors lie in its data files. Safe for several threads."""
+
+    @property
+    def manifest(self) -> DecodedTable:
+        """The table of the state."""
+
+    @property
+    def itemsizes(self) -> Int64s:
+        """Bytes per element of each tensor."""
+
+    def cells(self, tensor: int) -> Cells:
+        """The cells of tensor number `tensor`, checked against its shape."""
+
+    def place(self, files: Int64s, held: Sequence[StoredCells]) -> Iterator[CellOffsets]:
+        """Find, for each of `files`, the offsets of the cells in `held` that it holds."""
+
+    def layout(self, index: int) -> FileLayout:
+        """The whole layout of data file number `index`."""
+
+
 class Files:
-    """The data files of one checkpoint, derived from its manifest."""
+    """The data files of one checkpoint, derived from its manifest: the `FilePlaces` of our own format."""
 
     def __init__(self, manifest: DecodedTable) -> None:
         self.manifest = manifest
@@ -232,6 +270,18 @@ class Files:
         offsets = np.zeros((numels.shape[1], len(partitions) + 1), np.int64)
         np.cumsum(numels.T[:, partitions] * itemsizes, axis=1, out=offsets[:, 1:])
         return offsets if positions is None else offsets[:, positions]
+
+    def place(self, files: Int64s, held: Sequence[StoredCells]) -> Iterator[CellOffsets]:
+        """As `FilePlaces.place`."""
+        # By marks, because a sort of thousands of positions takes several times as long.
+        is_wanted = np.zeros(len(self.position), np.bool_)
+        for cells in held:
+            is_wanted[self.position[cells.tensors]] = True
+        columns, column_of = self.columns(files, np.flatnonzero(is_wanted)), np.cumsum(is_wanted) - 1
+        for row, cells in enumerate(held):
+            begins = columns.offsets[row, column_of[self.position[cells.tensors]]]
+            offsets = begins + cells.before * self.itemsizes[cells.tensors]
+            yield CellOffsets(int(columns.data_starts[row]), int(columns.data_nbytes[row]), offsets)
 
     def layout(self, index: int) -> FileLayout:
         """The whole layout of data file number `index`."""

@@ -15,13 +15,16 @@ from torch.distributed import ProcessGroup
 
 from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nested
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import NO_STEP, StoredState
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, CooperativeReading, ReadCost
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
+from holdfast.interop.foreign_format import ForeignState
+from holdfast.interop.formats import foreign_at, foreign_instead
 from holdfast.loading.collector import collector_paused
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
@@ -78,7 +81,10 @@ def load(
     """Fill `into` from a checkpoint, whatever layout it was saved from, and return when everything is in place.
 
     Blocking and collective over `group` (default: the job); one plain process may call it too. `path` is a run (its
-    head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder. Tensors are filled in place and keep their identity.
+    head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder; or a checkpoint of another system, which is
+    recognised by what it contains: a Hugging Face folder or one of its safetensors files, or a folder of
+    ``torch.distributed.checkpoint``. Such bytes have no digests, so they cannot be verified (``report.verified``).
+    Tensors are filled in place and keep their identity.
     Entries of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an
     empty dict takes all values of the stored one. Optimizer state is built from the checkpoint in its saved dtype, for
     an optimizer of the class that was saved; without ``strict`` also for one with the same slots and hyper-parameters
@@ -168,7 +174,9 @@ def load_from_storage(
             loading.end_lease()
     channel.await_readers(deadline)
     if channel.rank == 0:
-        LOG.info("loaded %s, from %s", report.summary, report.path)
+        no_digests = options.verify and not report.verified
+        unverified = "; it has no digests, so its bytes were not verified" if no_digests else ""
+        LOG.info("loaded %s, from %s%s", report.summary, report.path, unverified)
     return report
 
 
@@ -249,20 +257,21 @@ def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
     """The checkpoint that all ranks load: its place in the run (None for a folder outside any history) and its id, the
-    newest epoch of the run before the look-up, the checkpoints that were skipped, and the number of jobs that resumed
-    it before."""
+    newest epoch of the run before the look-up, the checkpoints that were skipped, the number of jobs that resumed it
+    before, and whether another system wrote it."""
 
     place: Place | None
     checkpoint_id: str
     epoch: int | None
     skipped: tuple[Skipped, ...]
     earlier_resumes: int = 0
+    is_foreign: bool = False
 
 
 class Opened(NamedTuple):
     """A checkpoint to load, and its run; None for a checkpoint outside any history."""
 
-    checkpoint: Checkpoint
+    checkpoint: StoredState
     run: Run | None
 
     @staticmethod
@@ -301,6 +310,8 @@ class Loading:
         self._watch = Stopwatch()
         #: The checkpoint that rank 0 has found; None on other ranks.
         self._located: Located | None = None
+        #: What rank 0 has found instead, if another system wrote it.
+        self._foreign: ForeignState | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
         #: The lease of rank 0 on the checkpoint that all ranks read.
@@ -318,11 +329,11 @@ class Loading:
             if self._options.resumes is not None:
                 self._options.resumes.earlier = resolved.earlier_resumes
             if resolved.place is None and self._options.continues:
-                raise _outside(target)
+                raise _outside(target, self._foreign)
             try:
                 return self.fill(
                     into,
-                    lambda: Opened.of(self._located or self._follow(target, resolved)),  # noqa: B023 - at once
+                    lambda: self._open(target, resolved),  # noqa: B023 - at once
                     epoch=resolved.epoch,
                     skipped=resolved.skipped,
                 )
@@ -363,7 +374,7 @@ class Loading:
         together = self._together(checkpoint)
         with partly_filled_on_errors(into, bound.binding, together):
             with self._watch.phase("read"):
-                cost = self._read(together, filling, step=checkpoint.seal.step)
+                cost = self._read(together, filling, step=checkpoint.record.step)
             with self._watch.phase("finish"):
                 state = self._finish(filling)
         if bound.binding.reseeded and self._channel.rank == 0:
@@ -389,7 +400,7 @@ class Loading:
 
     def _read(self, together: CooperativeReading, filling: Filling, *, step: int) -> ReadCost:
         """Read the bytes into the live state."""
-        what = of_first_rank(f"loading step {step}", self._channel.world_size)
+        what = of_first_rank("loading" if step == NO_STEP else f"loading step {step}", self._channel.world_size)
         with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
             return together.read(filling.plan, meter=meter)
 
@@ -402,6 +413,8 @@ class Loading:
     def _is_whole(self, bound: _BoundLoad, names: Names, filling: Filling) -> bool:
         """Whether everything stored was loaded unchanged, and everything live was filled."""
         if self._options.mapping or filling.cast or names.missing or names.unexpected:
+            return False
+        if bound.opened.checkpoint.record.place is None:  # of another system: no run has it
             return False
         # A selection may exclude nothing, as where the checkpoint was saved with the same one.
         select, (stored, nodes) = self._options.select(), (bound.table.stored, bound.table.nodes)
@@ -420,10 +433,10 @@ class Loading:
         skipped: Sequence[Skipped],
     ) -> LoadReport:
         checkpoint, binding = bound.opened.checkpoint, bound.binding
-        seal = checkpoint.seal
+        record = checkpoint.record
         return LoadReport(
-            step=seal.step,
-            place=str(seal.place),
+            step=record.step,
+            place=str(record.place or ""),
             path=checkpoint.folder,
             state=state,
             loaded=tuple(binding.loaded),
@@ -433,7 +446,8 @@ class Loading:
             cast=filling.cast,
             on_meta=names.on_meta,
             reseeded=tuple(binding.reseeded),
-            diverged=checkpoint.manifest.body.diverged,
+            diverged=record.diverged,
+            verified=self._options.verify and checkpoint.has_digests,
             read_nbytes=cost.read_nbytes,
             verify_s=cost.verify_s,
             needed_nbytes=filling.needed_nbytes,
@@ -441,7 +455,7 @@ class Loading:
             skipped=tuple((str(one.place), one.reason) for one in skipped),
         )
 
-    def _together(self, checkpoint: Checkpoint) -> CooperativeReading:
+    def _together(self, checkpoint: StoredState) -> CooperativeReading:
         return CooperativeReading(
             checkpoint,
             self._storage.limit,
@@ -467,10 +481,17 @@ class Loading:
             load = Load(checkpoint.storage.resolved(), "", None, 0, continues, is_whole, equal=equal)
         else:
             assert epoch is not None, "a run with a checkpoint has an epoch"
-            root, place = run.storage.resolved(), checkpoint.seal.place
-            has_commit = checkpoint.sealed.commit is not None
+            root, record = run.storage.resolved(), checkpoint.record
             load = Load(
-                root, run.run_id, place, epoch, continues, is_whole, passed=passed, equal=equal, has_commit=has_commit
+                root,
+                run.run_id,
+                record.place,
+                epoch,
+                continues,
+                is_whole,
+                passed=passed,
+                equal=equal,
+                has_commit=record.in_history,
             )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 
@@ -498,7 +519,11 @@ class Loading:
         """The checkpoint that rank 0 finds, for all ranks: a run's head may move, so each rank might find another."""
 
         def find(_: list[bytes]) -> _Resolved:
-            located, passed = self._find(target, skipped)
+            try:
+                located, passed = self._find(target, skipped)
+            except NotFoundError as error:
+                self._foreign = foreign_instead(error, target, self._storage)
+                return _Resolved(None, self._foreign.record.identity, None, (), is_foreign=True)
             self._located = located
             self.end_lease()
             self._lease = leased(located)
@@ -509,7 +534,7 @@ class Loading:
             earlier = self._begin_resume(located)
             return _Resolved(place, seal.checkpoint_id, located.epoch, passed, earlier)
 
-        self._located = None
+        self._located = self._foreign = None
         try:
             return self._channel.exchange("resolve", b"", find, self._deadline, takes=bytes, gives=_Resolved)
         except CorruptError as error:
@@ -563,10 +588,18 @@ class Loading:
         if text is not None:
             _log.warning("%s", text)
 
-    def _follow(self, target: Selection, resolved: _Resolved) -> Located:
-        """Find the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""
-        located = resolve(Selection(target.location, place=resolved.place), self._storage)
-        if located.sealed.seal.checkpoint_id != resolved.checkpoint_id:
+    def _open(self, target: Selection, resolved: _Resolved) -> Opened:
+        """Open the checkpoint of rank 0 on this rank. Raises `StorageError` if this rank finds another one there."""
+        if self._foreign is not None:
+            return Opened(self._foreign, None)
+        if self._located is not None:
+            return Opened.of(self._located)
+        if resolved.is_foreign:
+            found = foreign_at(target, self._storage)
+            opened = Opened.of(resolve(target, self._storage)) if found is None else Opened(found, None)
+        else:
+            opened = Opened.of(resolve(Selection(target.location, place=resolved.place), self._storage))
+        if opened.checkpoint.record.identity != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} and rank 0 find different checkpoints at '{target}'.",
                 code="storage.not_shared",
@@ -574,7 +607,7 @@ class Loading:
                 path=target.root,
                 rank=self._channel.rank,
             )
-        return located
+        return opened
 
     def _compare(self, ranks: Sequence[Names], mine: _BoundLoad) -> Names:
         return compared(
@@ -586,9 +619,10 @@ class Loading:
         )
 
 
-def _outside(target: Selection) -> ConfigurationError:
+def _outside(target: Selection, foreign: ForeignState | None) -> ConfigurationError:
+    kind = "a checkpoint's folder" if foreign is None else foreign.record.kind
     return ConfigurationError(
-        f"'{target}' is a checkpoint's folder, outside any history, so no run can continue from it.",
+        f"'{target}' is {kind}, outside any history, so no run can continue from it.",
         code="config.continues",
         action="Name the checkpoint by its run, as RUN@step=700 or RUN@3.12, or leave continues=True out.",
         path=target.root,

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.control.torch_store import group_ranks
-from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
+from holdfast.interop.formats import find_state
 from holdfast.loading import Options
 from holdfast.loading.wanted import wanted
 from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.parts import stored_tensors
-from holdfast.reports import listed, printed, size
-from holdfast.run.history import resolve
+from holdfast.reports import listed, origin, printed, size
 from holdfast.run.paths import parse
 from holdfast.state.bind import bind
 from holdfast.state.match import Terms
@@ -57,7 +55,7 @@ class LoadPlan:
             "resharded": self.resharded,
         }
         lines = [line for what, which in names.items() for line in listed(what, which)]
-        first = f"step {self.step} at {self.place}: {count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
+        first = f"{origin(self.step, self.place)}: {count(len(self.loaded), 'name')}, {size(self.needed_nbytes)}"
         return printed("LoadPlan", first, self.path, *lines)
 
 
@@ -78,7 +76,8 @@ def plan_load(
     Raises as `load` does, except for names that only one side has and globs that match nothing: it lists those.
     """
     options = Options(select, mapping, cast)
-    checkpoint = Checkpoint(resolve(parse(path)).sealed)
+    checkpoint = find_state(parse(path)).state
+    record = checkpoint.record
     ranks = group_ranks(group)
     rank = dist.get_rank() if len(ranks) > 1 else ranks[0]
     chosen, casts = options.select(), options.cast()
@@ -98,8 +97,8 @@ def plan_load(
     needs = wanted(checkpoint, binding, table.parts, rank)
     jobs = checkpoint.jobs(needs.wants, needs.targets)
     return LoadPlan(
-        step=checkpoint.seal.step,
-        place=str(checkpoint.seal.place),
+        step=record.step,
+        place=str(record.place or ""),
         path=checkpoint.folder,
         loaded=tuple(binding.loaded),
         missing=tuple(binding.missing),
@@ -108,5 +107,5 @@ def plan_load(
         resharded=tuple(sorted(needs.resharded(checkpoint))),
         cast=tuple(sorted(needs.cast)),
         needed_nbytes=needs.targets.nbytes,
-        read_nbytes={file_name(file): int((job.ranges() @ [-1, 1]).sum()) for file, job in jobs},
+        read_nbytes={checkpoint.key(file): int((job.ranges() @ [-1, 1]).sum()) for file, job in jobs},
     )

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.format.container import Files
+from holdfast.format.container import FilePlaces, StoredCells
 from holdfast.format.partition import Cells, FlatCells
 from holdfast.geometry import Box, FlatRange, Int64s, Shape, flat_boxes, intersect
 from holdfast.plan.strided_runs import StridedRun, shared
@@ -80,7 +80,8 @@ class FileReads:
     """All reads from one data file, ascending; ``data_start`` and ``data_nbytes`` are the file's.
 
     Read ``i`` is bytes ``[starts[i], stops[i])`` of the data section, for want number ``wants[i]``. Where
-    ``straight[i]`` is true, these bytes are exactly the elements of that want in row-major order.
+    ``straight[i]`` is true, these bytes are exactly the elements of that want in row-major order. Where ``odd[i]`` is
+    true, the read does not begin at a multiple of its element size, so chunks of the file may cut its elements.
     """
 
     file: int
@@ -90,6 +91,7 @@ class FileReads:
     stops: Int64s
     wants: Int64s
     straight: npt.NDArray[np.bool_]
+    odd: npt.NDArray[np.bool_]
     _plan: _Plan
     _rows: Int64s
 
@@ -130,7 +132,7 @@ class _Plan:
     straight: npt.NDArray[np.bool_]
 
 
-def plan_load(files: Files, wants: Sequence[ReadRequest], *, first_file: int = 0) -> Iterator[FileReads]:
+def plan_load(files: FilePlaces, wants: Sequence[ReadRequest], *, first_file: int = 0) -> Iterator[FileReads]:
     """The reads that fill `wants`, file by file, beginning with `first_file` (ranks begin with different files)."""
     plan = _plan(files, wants)
     needed, at = np.unique(plan.owners, return_inverse=True)
@@ -138,43 +140,41 @@ def plan_load(files: Files, wants: Sequence[ReadRequest], *, first_file: int = 0
     groups = np.split(order, np.flatnonzero(np.diff(at[order])) + 1)
     turn = int(np.searchsorted(needed, first_file))
     sequence = [*range(turn, len(needed)), *range(turn)]
-    # By marks, because a sort of thousands of positions takes several times as long.
-    is_wanted = np.zeros(len(files.position), np.bool_)
-    is_wanted[files.position[plan.tensors]] = True
-    positions, column_of = np.flatnonzero(is_wanted), np.cumsum(is_wanted) - 1
     for low in range(0, len(sequence), _FILES_AT_ONCE):
         chunk = sequence[low : low + _FILES_AT_ONCE]
-        columns = files.columns(needed[chunk], positions)
-        for column, number in enumerate(chunk):
+        held = [
+            StoredCells(plan.tensors[rows], plan.cells[rows], plan.withins[rows])
+            for rows in map(groups.__getitem__, chunk)
+        ]
+        for number, placed in zip(chunk, files.place(needed[chunk], held), strict=True):
             rows = groups[number]
-            tensors = plan.tensors[rows]
-            itemsizes = files.itemsizes[tensors]
-            begins = columns.offsets[column, column_of[files.position[tensors]]]
-            bases = begins + plan.withins[rows] * itemsizes
-            starts, stops = bases + plan.firsts[rows] * itemsizes, bases + plan.lasts[rows] * itemsizes
+            itemsizes = files.itemsizes[plan.tensors[rows]]
+            starts = placed.offsets + plan.firsts[rows] * itemsizes
+            stops = placed.offsets + plan.lasts[rows] * itemsizes
             ascending = np.argsort(starts, kind="stable")
             rows = rows[ascending]
             yield FileReads(
                 int(needed[number]),
-                int(columns.data_starts[column]),
-                int(columns.data_nbytes[column]),
+                placed.data_start,
+                placed.data_nbytes,
                 starts[ascending],
                 stops[ascending],
                 plan.wants[rows],
                 plan.straight[rows],
+                (starts % itemsizes != 0)[ascending],
                 plan,
                 rows,
             )
 
 
-def resharded(files: Files, wants: Sequence[ReadRequest]) -> list[int]:
+def resharded(files: FilePlaces, wants: Sequence[ReadRequest]) -> list[int]:
     """Indexes of those of `wants` that do not equal one stored cell."""
     meetings, meeting_of = _meetings(files, wants)
     apart = np.asarray([not meeting.alike for meeting in meetings], np.bool_)
     return np.flatnonzero(apart[np.asarray(meeting_of, np.int64)]).tolist()
 
 
-def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
+def _plan(files: FilePlaces, wants: Sequence[ReadRequest]) -> _Plan:
     meetings, meeting_of = _meetings(files, wants)
     # The cells of all meetings stand in one line; each want takes the cells of its meeting.
     counts = np.asarray([len(meeting.numbers) for meeting in meetings], np.int64)
@@ -201,7 +201,7 @@ def _plan(files: Files, wants: Sequence[ReadRequest]) -> _Plan:
     return _Plan(meetings, met, want_of, tensors, cells, owners, withins, firsts, lasts, runs, straight)
 
 
-def _meetings(files: Files, wants: Sequence[ReadRequest]) -> tuple[list[_MeetingCells], list[int]]:
+def _meetings(files: FilePlaces, wants: Sequence[ReadRequest]) -> tuple[list[_MeetingCells], list[int]]:
     """The distinct intersections of wanted boxes with stored cells, and for each want the index of its own."""
     partitions, shapes = files.manifest.body.partitions, files.manifest.body.shapes
     known: dict[tuple[int, int, Box], int] = {}

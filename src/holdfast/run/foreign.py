@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from holdfast.format.records import MARKER_KEY, SEAL_NAME
 
+#: The advice where `load` and `open` read what no run is: they look for it before they give up.
+_READABLE = "It is not a run, but holdfast.load and holdfast.open read its safetensors files."
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -28,7 +30,7 @@ def file_kind(path: PurePath) -> Foreign:
     if path.name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(path.name):
         return Foreign("one file of a checkpoint", f"Name its folder: {path.parent}.")
     if path.suffix == ".safetensors":
-        return Foreign("a safetensors file", "Read it with safetensors; holdfast opens runs and checkpoint folders.")
+        return Foreign("a safetensors file", _READABLE)
     if path.suffix in _TORCH_SUFFIXES:
         return Foreign(
             "a file, such as torch.save writes", "Read it with torch.load; holdfast opens runs and checkpoint folders."
@@ -43,14 +45,13 @@ def folder_kind(names: Collection[str]) -> Foreign | None:
         return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
     if "adapter_config.json" in names:
-        return Foreign("a folder of PEFT adapters", "Load it with peft, then save that model with holdfast.save.")
+        return Foreign("a folder of PEFT adapters", _READABLE)
     if "config.json" in names and holds("*.safetensors", "pytorch_model*.bin", "*.safetensors.index.json"):
-        return Foreign(
-            "a Hugging Face model folder", "Load it with from_pretrained, then save that model with holdfast.save."
-        )
+        return Foreign("a Hugging Face model folder", _READABLE)
     if ".metadata" in names:
         return Foreign(
-            "a checkpoint of torch.distributed.checkpoint", "Load it with dcp.load, then save that state again."
+            "a checkpoint of torch.distributed.checkpoint",
+            "It is not a run, but holdfast.load and holdfast.open read it.",
         )
     if "latest" in names and holds("global_step*"):
         return Foreign("a DeepSpeed checkpoint folder", "Load it with DeepSpeed, then save that state again.")

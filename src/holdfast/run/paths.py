@@ -158,25 +158,25 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
     if (lost := lost_marker(storage, names)) is not None:
         return lost
     path = Path(storage.location.url)
-    beside = _beside(storage)
-    around = beside.list("") if beside is not None else []
+    parent = beside(storage)
+    around = parent.list("") if parent is not None else []
     below = runs_in(storage, names)
     meant = _near_runs(storage)
     foreign = folder_kind(names)
-    if beside is not None and not names and beside.nbytes(path.name) is not None:
+    if parent is not None and not names and parent.nbytes(path.name) is not None:
         foreign = file_kind(path)
     action = "Check the path."
     if foreign is not None:
         what, action = f"it is {foreign.what}.", foreign.action
     elif names:
         what = f"it exists but is not a holdfast run (it holds {some(names)})."
-    elif beside is not None and (obstacle := in_the_way(str(path))) is not None:
+    elif parent is not None and (obstacle := in_the_way(str(path))) is not None:
         what = f"{obstacle}."
     elif path.name in around:
         what = "it exists but is not a holdfast run (it is empty)."
     else:
         what = "there is no such folder."
-    if foreign is None and beside is not None and beside.nbytes(MARKER_KEY) is not None:
+    if foreign is None and parent is not None and parent.nbytes(MARKER_KEY) is not None:
         action = f"Name the run that it is a part of: '{path.parent}'."
     elif below:
         action = f"Name one of the runs in it: {some_quoted(below)}."
@@ -229,7 +229,7 @@ def _near_runs(storage: Store) -> str | None:
         missing, below = missing.parent, missing.name / below
 
 
-def _beside(storage: Store) -> Store | None:
+def beside(storage: Store) -> Store | None:
     """The parent folder of the root of `storage`, as a store; None where the root is no folder."""
     folder = storage.location.folder
     return None if folder is None else open_store(Location(str(folder.parent)))

@@ -41,10 +41,11 @@ class TimedStore:
     #: None of those of `storage`: mapped reads cannot be given a deadline.
     capabilities = Capabilities()
 
-    def __init__(self, storage: Store, *, timeout_s: float) -> None:
+    def __init__(self, storage: Store, *, timeout_s: float, limit: TimeLimit | None = None) -> None:
+        """With `limit`, the store shares the deadline of another one, which ends it."""
         self.location = storage.location
         self.untimed = storage
-        self.limit = TimeLimit(timeout_s)
+        self.limit = limit or TimeLimit(timeout_s)
 
     def resolved(self) -> str:
         """As `Store.resolved`."""
@@ -323,3 +324,8 @@ class TimeLimit:
 def untimed(store: Store) -> Store:
     """The store whose requests the calling thread makes itself."""
     return store.untimed if isinstance(store, TimedStore) else store
+
+
+def timed_alike(store: Store, other: Store) -> Store:
+    """`store` under the time limit of `other`, where that has one."""
+    return TimedStore(store, timeout_s=0, limit=other.limit) if isinstance(other, TimedStore) else store

@@ -10,14 +10,14 @@ from weakref import finalize
 
 import numpy.typing as npt
 
-from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import NotFoundError
 from holdfast.format import values as value_codec
 from holdfast.format.near import near
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Open, TorchValue, Undecoded
+from holdfast.interop.formats import find_state
 from holdfast.options import check_flag
-from holdfast.run.history import resolve
 from holdfast.run.leases import ReadLease, leased
 from holdfast.run.paths import parse, some_quoted
 from holdfast.state.registered_types import decode
@@ -41,7 +41,7 @@ class View:
     A view and its lazy tensors may be pickled, for spawned workers: each worker opens the same checkpoint again.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, verify: bool, lease: ReadLease | None = None) -> None:
+    def __init__(self, checkpoint: StoredState, *, verify: bool, lease: ReadLease | None = None) -> None:
         self._checkpoint = checkpoint
         self._source = ViewSource(checkpoint, verify=verify)
         if lease is not None:
@@ -52,18 +52,18 @@ class View:
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
-        return self._checkpoint.seal.step
+        """The step it was saved at; -1 for a checkpoint of another system."""
+        return self._checkpoint.record.step
 
     @property
     def place(self) -> str:
-        """Its place in the run's history, such as ``3.12``."""
-        return str(self._checkpoint.seal.place)
+        """Its place in the run's history, such as ``3.12``; empty for a checkpoint of another system."""
+        return str(self._checkpoint.record.place or "")
 
     @property
     def metrics(self) -> dict[str, float]:
         """The numbers that the save recorded, by name."""
-        return dict(self._checkpoint.manifest.body.metrics)
+        return dict(self._checkpoint.record.metrics)
 
     @property
     def path(self) -> str:
@@ -73,7 +73,7 @@ class View:
     @property
     def in_history(self) -> bool:
         """Whether it is in the history of a run; false if it was opened as a folder outside any history."""
-        return self._checkpoint.sealed.commit is not None
+        return self._checkpoint.record.in_history
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -81,12 +81,13 @@ class View:
         return self._checkpoint.manifest.body.aliases
 
     def __repr__(self) -> str:
-        return f"<View of step {self.step} at {self.place}: {count(len(self._names), 'tensor')}\n  {self.path}>"
+        what = self._checkpoint.record.kind if not self.place else f"step {self.step} at {self.place}"
+        return f"<View of {what}: {count(len(self._names), 'tensor')}\n  {self.path}>"
 
     @property
     def diverged(self) -> tuple[str, ...]:
         """Names of the tensors whose copies on several ranks differed when they were saved; one copy was stored."""
-        return self._checkpoint.manifest.body.diverged
+        return self._checkpoint.record.diverged
 
     def names(self) -> list[str]:
         """Names of all stored tensors, sorted."""
@@ -232,7 +233,8 @@ class View:
 
 
 def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> View:  # noqa: A001
-    """Open a checkpoint for lazy reading: a run (its head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder.
+    """Open a checkpoint for lazy reading: a run (its head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder;
+    or a checkpoint of another system, as in `load`.
 
     Reads metadata only. With ``verify=False``, later reads do not check digests, and map local files if the elements
     lie in one piece.
@@ -242,8 +244,8 @@ def open(path: str | os.PathLike[str] | Location, *, verify: bool = True) -> Vie
         CorruptError: the records or the manifest are damaged.
     """
     check_flag("verify", verify)
-    located = resolve(parse(path))
-    return View(Checkpoint(located.sealed), verify=verify, lease=leased(located))
+    found = find_state(parse(path))
+    return View(found.state, verify=verify, lease=None if found.located is None else leased(found.located))
 
 
 def _revived(value: TorchValue) -> object:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
 from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.io.buffers import BufferPool
@@ -47,7 +47,8 @@ def in_file_order(source: ViewSource, tensors: Collection[int]) -> Iterator[Piec
             continue
         for entry in entries:
             held = section[entry.offset : entry.offset + entry.nbytes]
-            yield from _pieces(source, entry, 0, held)
+            is_odd = entry.offset % source.carrier(entry.tensor).itemsize  # only in files of other systems
+            yield from _pieces(source, entry, 0, held.copy() if is_odd else held)
 
 
 def _read(source: ViewSource, layout: FileLayout, entries: Sequence[Entry]) -> Iterator[Piece]:
@@ -102,7 +103,7 @@ class _Front:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: StoredState,
         file: DataFile,
         windows: Sequence[int],
         buffers: tuple[Bytes, Bytes],

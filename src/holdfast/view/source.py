@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.checkpoint.delivery import cut
-from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import NotFoundError
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, flat_boxes, whole
+from holdfast.interop.formats import find_state
 from holdfast.plan.load import ReadRequest, plan_load
-from holdfast.run.history import resolve
 from holdfast.run.paths import Selection
 from holdfast.store.base import Bytes
 from holdfast.view.index import Lattice
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 class ViewSource:
     """The elements of a checkpoint. Safe for several threads."""
 
-    def __init__(self, checkpoint: Checkpoint, *, verify: bool) -> None:
+    def __init__(self, checkpoint: StoredState, *, verify: bool) -> None:
         self.checkpoint = checkpoint
         self.verify = verify
         #: The shared mappings of files, by the file's number. Each lives as long as an array over it.
@@ -41,9 +41,9 @@ class ViewSource:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Have another process, such as a worker of a data loader, open the same checkpoint again."""
-        sealed = self.checkpoint.sealed
-        target = Selection(sealed.storage.location, place=None if sealed.commit is None else sealed.commit.place)
-        return _reopened, (target, sealed.seal.checkpoint_id, self.verify)
+        record = self.checkpoint.record
+        target = Selection(record.location, place=record.place if record.in_history else None)
+        return _reopened, (target, record.identity, self.verify)
 
     def carrier(self, tensor: int) -> np.dtype[Any]:
         """The carrier dtype for the elements of tensor number `tensor`."""
@@ -81,7 +81,7 @@ class ViewSource:
         if not self._maps:
             return arrays
         for reads in plan_load(self.checkpoint.files, wants):
-            straight = np.flatnonzero(reads.straight)
+            straight = np.flatnonzero(reads.straight & ~reads.odd)  # elements at odd addresses are copied instead
             if not len(straight):
                 continue
             low, high = int(reads.starts[straight[0]]), int(reads.stops[straight].max())
@@ -131,16 +131,16 @@ class ViewSource:
             return None
 
 
-def _reopened(target: Selection, checkpoint_id: str, verify: bool) -> ViewSource:
-    sealed = resolve(target).sealed
-    if sealed.seal.checkpoint_id != checkpoint_id:
+def _reopened(target: Selection, identity: str, verify: bool) -> ViewSource:
+    state = find_state(target).state
+    if state.record.identity != identity:
         raise NotFoundError(
             f"'{target}' is no longer the checkpoint that was opened.",
             code="not_found.commit",
             action="Open it again.",
             path=target.root,
         )
-    return ViewSource(Checkpoint(sealed), verify=verify)
+    return ViewSource(state, verify=verify)
 
 
 class _ViewArrays:

@@ -1,0 +1,53 @@
+"""What `load` and `open` read: data files with values, and what is recorded about them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from holdfast.checkpoint.data_files import DataFiles
+from holdfast.format.records import Place
+from holdfast.format.values import Node
+from holdfast.store.base import Location, Store
+
+#: The step of a state that another system wrote: no step of a run was finished, and the next one is 0.
+NO_STEP: Final = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRecord:
+    """What is recorded about a stored state besides its content.
+
+    Processes that open one `location` and find one `identity` see the same state. Where another system
+    wrote it, `step` is `NO_STEP` and `place` is None. `kind` says in which format it is, for messages.
+    """
+
+    location: Location
+    identity: str
+    kind: str = "a checkpoint"
+    step: int = NO_STEP
+    place: Place | None = None
+    in_history: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    diverged: tuple[str, ...] = ()
+
+
+class StoredState(DataFiles, ABC):
+    """A state in storage, for reading. Reads change nothing. Safe for several threads."""
+
+    @property
+    @abstractmethod
+    def record(self) -> StateRecord:
+        """What is recorded about it."""
+
+    @property
+    @abstractmethod
+    def storage(self) -> Store:
+        """The store of its folder."""
+
+    @property
+    @abstractmethod
+    def nodes(self) -> Mapping[str, Node]:
+        """The table of values by path. Listing paths reads nothing; looking up a value may read."""

@@ -1,0 +1,162 @@
+"""The metadata of a DCP folder: which part of which tensor is which item of which file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.names import component, join
+from holdfast.format.values import TorchValue
+from holdfast.geometry import Box, Shape
+from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects, unpickled
+from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
+
+_METADATA: Final = "torch.distributed.checkpoint.metadata"
+_TENSOR: Final = f"{_METADATA} TensorStorageMetadata"
+_BYTES: Final = f"{_METADATA} BytesStorageMetadata"
+#: Versions of Python write the names of these classes in several ways; none of them is looked at.
+_UNREAD: Final = (
+    f"{_METADATA} StorageMeta",
+    f"{_METADATA} _MEM_FORMAT_ENCODING",
+    "torch.serialization _get_layout",
+    *(
+        f"{module} {name}"
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "WindowsPath")
+    ),
+)
+_GLOBALS: Final[Globals] = {
+    **PLAIN_GLOBALS,
+    **pickled_objects(
+        _TENSOR,
+        _BYTES,
+        f"{_METADATA} Metadata",
+        f"{_METADATA} TensorProperties",
+        f"{_METADATA} ChunkStorageMetadata",
+        f"{_METADATA} MetadataIndex",
+        "torch.distributed.checkpoint.filesystem _StorageInfo",
+        *_UNREAD,
+    ),
+}
+
+#: The path of an entry in the nested state dict: keys of dicts, and indexes of lists.
+StatePath = tuple[str | int, ...]
+
+
+class Item(NamedTuple):
+    """One item of a file: its first byte and its size. `transforms` names what its bytes were put through."""
+
+    file: str
+    start: int
+    nbytes: int
+    transforms: tuple[str, ...]
+
+
+class TensorItems(NamedTuple):
+    """A tensor, and its parts with the item of each."""
+
+    path: StatePath
+    dtype: str
+    shape: Shape
+    parts: list[tuple[Box, Item]]
+
+
+class DcpMetadata(NamedTuple):
+    """The content of a folder, by the flat names of DCP."""
+
+    tensors: Mapping[str, TensorItems]
+    values: Mapping[str, tuple[StatePath, Item]]
+
+
+def decode_metadata(data: bytes) -> DcpMetadata:
+    """The content of a ``.metadata`` file. Runs no code from it.
+
+    Raises `ForbiddenGlobalError` for a global that no metadata has, and `PickleError` for anything else that is wrong.
+    """
+    try:
+        return _decoded(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, PickleError):
+            raise
+        raise PickleError(
+            f"it has another form than metadata of DCP ({type(error).__name__}: {error!s:.100})"
+        ) from error
+
+
+def name_of(path: StatePath) -> str:
+    """The name of an entry of a nested state dict."""
+    return join("", *(component(key) if isinstance(key, str) else str(key) for key in path))
+
+
+def _decoded(data: bytes) -> DcpMetadata:
+    metadata = _fields(unpickled(data, _GLOBALS), f"{_METADATA} Metadata")
+    paths = metadata.get("planner_data") or {}
+    homes = _homes(metadata["storage_data"])
+    tensors: dict[str, TensorItems] = {}
+    values: dict[str, tuple[StatePath, Item]] = {}
+    for name, entry in metadata["state_dict_metadata"].items():
+        path = _path(paths.get(name, (name,)))
+        if isinstance(entry, PickledObject) and entry.name == _TENSOR:
+            tensors[name] = _tensor(name, path, entry.fields, homes)
+        elif isinstance(entry, PickledObject) and entry.name == _BYTES:
+            values[name] = path, _home(name, None, homes)
+        else:
+            raise PickleError(f"{name!r:.200} is neither a tensor nor a value")
+    return DcpMetadata(tensors, values)
+
+
+def _fields(record: object, name: str) -> dict[str, Any]:
+    if not isinstance(record, PickledObject) or record.name != name:
+        raise PickleError(f"it has no {name.rpartition(' ')[2]} where one belongs")
+    return record.fields
+
+
+def _path(path: object) -> StatePath:
+    if not isinstance(path, tuple) or not path or not isinstance(path[0], str):
+        raise PickleError(f"{path!r:.100} is no path of a state dict")
+    if not all(type(key) is str or (type(key) is int and key >= 0) for key in path):
+        raise PickleError(f"{path!r:.100} is no path of a state dict")
+    return path
+
+
+def _homes(storage: Mapping[PickledObject, object]) -> dict[tuple[str, Shape | None], Item]:
+    """The item of each part, by name and first element; None for a value."""
+    homes: dict[tuple[str, Shape | None], Item] = {}
+    for index, info in storage.items():
+        place = _fields(index, f"{_METADATA} MetadataIndex")
+        at = place.get("offset")
+        item = _fields(info, "torch.distributed.checkpoint.filesystem _StorageInfo")
+        start, nbytes = shape_of((item["offset"], item["length"]))
+        file, transforms = item["relative_path"], tuple(item.get("transform_descriptors") or ())
+        if not isinstance(file, str) or not isinstance(place["fqn"], str):
+            raise PickleError("an item has no file or no name")
+        homes[place["fqn"], None if at is None else shape_of(at)] = Item(
+            file, start, nbytes, tuple(map(str, transforms))
+        )
+    return homes
+
+
+def _home(name: str, at: Shape | None, homes: Mapping[tuple[str, Shape | None], Item]) -> Item:
+    item = homes.get((name, at))
+    if item is None:
+        where = "" if at is None else f" at {list(at)}"
+        raise PickleError(f"{name!r:.200}{where} is in no file")
+    return item
+
+
+def _tensor(
+    name: str, path: StatePath, entry: Mapping[str, Any], homes: Mapping[tuple[str, Shape | None], Item]
+) -> TensorItems:
+    properties = entry["properties"]
+    if not isinstance(properties, PickledObject) or not isinstance(properties.state, tuple):
+        raise PickleError(f"tensor {name!r:.200} has no properties")
+    dtype = properties.state[0]
+    if not isinstance(dtype, TorchValue) or dtype.text not in DTYPES:
+        raise PickleError(f"tensor {name!r:.200} has no known dtype")
+    parts = []
+    for chunk in entry["chunks"]:
+        fields = _fields(chunk, f"{_METADATA} ChunkStorageMetadata")
+        box = Box(shape_of(fields["offsets"]), shape_of(fields["sizes"]))
+        parts.append((box, _home(name, box.start, homes)))
+    return TensorItems(path, dtype.text, shape_of(entry["size"]), parts)

@@ -1,0 +1,111 @@
+"""The seam of foreign formats: a folder, how a format recognises and opens it, and the state that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
+from holdfast.checkpoint.stored_state import StateRecord, StoredState
+from holdfast.errors import CorruptError, IncompatibleError
+from holdfast.format.manifest import file_name
+from holdfast.format.values import Node, Open
+from holdfast.interop.given_places import GivenPlaces
+from holdfast.store.base import Location, Store
+
+
+@dataclass(frozen=True)
+class ForeignFolder:
+    """A folder that may hold a foreign checkpoint: its store, and the `names` in it.
+
+    `location` is what a user named: the folder, or one file in it, which is then the only name.
+    """
+
+    storage: Store
+    names: tuple[str, ...]
+    location: Location
+
+    def path(self, name: str) -> str:
+        """The full path of a file, for messages."""
+        return self.storage.path(name)
+
+
+class ForeignFormat(Protocol):
+    """A format of another system."""
+
+    @property
+    def kind(self) -> str:
+        """What a folder in this format is, as text that follows "it is"."""
+
+    def recognises(self, names: Collection[str]) -> bool:
+        """Whether a folder that holds `names` is in this format."""
+
+    def open(self, folder: ForeignFolder) -> ForeignState:
+        """Open a folder in this format. Reads its metadata.
+
+        Raises `CorruptError`, code ``corrupt.foreign``, where something is missing or malformed, and
+        `IncompatibleError`, code ``incompatible.foreign``, for what holdfast cannot read.
+        """
+
+
+class ForeignState(StoredState):
+    """The state in a foreign folder. Its bytes have no digests, so reads cannot verify them.
+
+    `files` are the names of its data files. `identity` is a digest of its metadata.
+    """
+
+    def __init__(
+        self,
+        folder: ForeignFolder,
+        places: GivenPlaces,
+        files: Sequence[str],
+        *,
+        kind: str,
+        identity: str,
+        nodes: Mapping[str, Node] | None = None,
+    ) -> None:
+        copies = {file_name(index): (FileCopy(folder.storage, name, Tier.STORAGE),) for index, name in enumerate(files)}
+        super().__init__(places.manifest, Catalogue(copies), folder=folder.location.url, places=places)
+        self._storage = folder.storage
+        self._record = StateRecord(location=folder.location, identity=identity, kind=kind)
+        self._nodes = {"": Open("dict")} if nodes is None else nodes
+
+    @property
+    def record(self) -> StateRecord:
+        """As `StoredState.record`."""
+        return self._record
+
+    @property
+    def storage(self) -> Store:
+        """As `StoredState.storage`."""
+        return self._storage
+
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """As `StoredState.nodes`."""
+        return self._nodes
+
+
+def damaged(
+    path: str, what: str, *, tensor: str | None = None, action: str = "", details: Sequence[str] = ()
+) -> CorruptError:
+    """The error for a foreign file whose content is wrong."""
+    return CorruptError(
+        f"{path} {what}.",
+        code="corrupt.foreign",
+        action=action or "Copy the checkpoint again from where it was written.",
+        path=path,
+        tensor=tensor,
+        details=tuple(details),
+    )
+
+
+def unreadable(path: str, what: str, *, action: str = "") -> IncompatibleError:
+    """The error for a foreign file that is sound, and holds what holdfast does not read."""
+    return IncompatibleError(
+        f"{path} {what}.",
+        code="incompatible.foreign",
+        action=action or "Load it with the library that wrote it, and save that state again.",
+        path=path,
+    )

@@ -1,0 +1,63 @@
+"""The table of foreign formats, and the look for one of them where no run was found."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Final, NamedTuple
+
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.errors import NotFoundError
+from holdfast.interop.dcp import DcpFormat
+from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
+from holdfast.interop.hugging_face import HuggingFaceFormat
+from holdfast.run.history import Located, resolve
+from holdfast.run.paths import Selection, beside
+from holdfast.store.base import Store
+from holdfast.store.timed import timed_alike
+from holdfast.store.urls import open_store
+
+#: Asked in this order.
+FORMATS: Final[tuple[ForeignFormat, ...]] = (DcpFormat(), HuggingFaceFormat())
+
+
+class FoundState(NamedTuple):
+    """A state that a path names, and where it lies in a run; None for one of another system."""
+
+    state: StoredState
+    located: Located | None
+
+
+def find_state(target: Selection) -> FoundState:
+    """Open what `target` names: a checkpoint of a run, a checkpoint's folder, or a checkpoint of another system.
+
+    Raises as `resolve` and `ForeignFormat.open` do.
+    """
+    storage = open_store(target.location)
+    try:
+        located = resolve(target, storage)
+    except NotFoundError as error:
+        return FoundState(foreign_instead(error, target, storage), None)
+    return FoundState(Checkpoint(located.sealed), located)
+
+
+def foreign_instead(error: NotFoundError, target: Selection, storage: Store) -> ForeignState:
+    """The foreign checkpoint at a path where no run was found. Raises `error` where there is none either."""
+    found = None if error.code != "not_found.run" else foreign_at(target, storage)
+    if found is None:
+        raise error
+    return found
+
+
+def foreign_at(target: Selection, storage: Store) -> ForeignState | None:
+    """The foreign checkpoint in the folder, or the file, at the root of `storage`."""
+    if target.step is not None or target.place is not None:
+        return None
+    folder = ForeignFolder(storage, tuple(storage.list("")), target.location)
+    if not folder.names and (parent := beside(storage)) is not None:
+        name = PurePosixPath(target.location.url).name
+        if parent.nbytes(name) is None:
+            return None
+        folder = ForeignFolder(timed_alike(parent, storage), (name,), target.location)
+    found = next((format_ for format_ in FORMATS if format_.recognises(folder.names)), None)
+    return None if found is None else found.open(folder)

@@ -1,0 +1,165 @@
+"""The table of a foreign state, and the places of its parts: offsets that another system chose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.format.container import CellOffsets, Entry, FileLayout, StoredCells
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable
+from holdfast.format.partition import Cells, cells_of
+from holdfast.geometry import Int64s, Shape, coverage_fault
+from holdfast.plan.divide import as_grid
+from holdfast.wording import count
+
+#: Finds the offsets in file number `file` of parts, by their numbers in the order in which they were added.
+OffsetsOf = Callable[[int, Int64s], Int64s]
+
+
+class ForeignTensor(NamedTuple):
+    """A tensor of a foreign state: its parts are boxes `starts`, `sizes` (arrays ``[parts, axes]``) in `files`."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    starts: Int64s
+    sizes: Int64s
+    files: Int64s
+
+
+class GivenPlaces:
+    """The `FilePlaces` of a foreign state: `nbytes` are the sizes of its files, and `offsets_of` finds offsets in them.
+
+    `tensors` are sorted by name, and their parts cover each of them exactly once (`uncovered`).
+    """
+
+    def __init__(self, tensors: Sequence[ForeignTensor], nbytes: Sequence[int], offsets_of: OffsetsOf) -> None:
+        self._nbytes = nbytes
+        self._offsets_of = offsets_of
+        self._cells: dict[int, Cells] = {}
+        table = _Tables()
+        parts = 0
+        #: For each tensor, the numbers of its parts in the order of its cells.
+        self._parts: list[Int64s] = []
+        for tensor in tensors:
+            self._parts.append(parts + table.add(tensor))
+            parts += len(tensor.files)
+        self.manifest = table.decoded(num_files=len(nbytes))
+
+    @cached_property
+    def itemsizes(self) -> Int64s:
+        """As `FilePlaces.itemsizes`."""
+        body = self.manifest.body
+        table = np.asarray([DTYPES[name].itemsize for name in body.dtype_table], np.int64)
+        return table[np.asarray(body.dtypes, np.int64)]
+
+    def cells(self, tensor: int) -> Cells:
+        """As `FilePlaces.cells`."""
+        index = self.manifest.body.partitions[tensor]
+        cells = self._cells.get(index)
+        if cells is None:
+            cells = self._cells[index] = cells_of(self.manifest, self.manifest.body.partition_table[index])
+        return cells
+
+    def place(self, files: Int64s, held: Sequence[StoredCells]) -> Iterator[CellOffsets]:
+        """As `FilePlaces.place`. A data section is a whole file."""
+        for file, cells in zip(files.tolist(), held, strict=True):
+            pairs = zip(cells.tensors.tolist(), cells.cells.tolist(), strict=True)
+            numbers = np.asarray([self._parts[tensor][cell] for tensor, cell in pairs], np.int64)
+            yield CellOffsets(0, self._nbytes[file], self._offsets_of(file, numbers))
+
+    def layout(self, index: int) -> FileLayout:
+        """As `FilePlaces.layout`; the entries ascend."""
+        entries = [entry for tensor in range(len(self._parts)) for entry in self._entries(index, tensor)]
+        entries.sort(key=lambda entry: entry.offset)
+        return FileLayout(index, entries, "", None, self._nbytes[index], 0, self._nbytes[index])
+
+    def _entries(self, file: int, tensor: int) -> Iterator[Entry]:
+        cells, itemsize = self.cells(tensor), int(self.itemsizes[tensor])
+        numbers = np.flatnonzero(cells.owners == file)
+        if not len(numbers):
+            return
+        offsets = self._offsets_of(file, self._parts[tensor][numbers])
+        for cell, offset in zip(numbers.tolist(), offsets.tolist(), strict=True):
+            yield Entry(tensor, cells.part(cell), offset, int(cells.numels[cell]) * itemsize)
+
+
+def uncovered(tensor: ForeignTensor) -> str | None:
+    """What is wrong with the parts of a tensor, to follow its name; None where they cover it exactly once."""
+    room = np.asarray(tensor.shape, np.int64) - tensor.starts
+    if ((tensor.starts < 0) | (tensor.sizes < 0) | (tensor.sizes > room)).any():
+        return f"has a part outside its shape {list(tensor.shape)}"
+    filled = (tensor.sizes > 0).all(axis=1)
+    starts, sizes = tensor.starts[filled], tensor.sizes[filled]
+    if not tensor.shape:
+        return None if len(starts) == 1 else f"is stored {count(len(starts), 'time')}"
+    fault = coverage_fault([tensor.shape], np.zeros(len(starts), np.int64), starts, sizes)
+    if fault is None:
+        return None
+    times = f"is stored {count(fault.times, 'time')}" if fault.times else "is not stored"
+    return f"is not whole: its element {list(fault.index)} {times}"
+
+
+class _Tables:
+    """The tables of a foreign state under construction."""
+
+    def __init__(self) -> None:
+        self._sequences = SequenceTable()
+        self._names: list[str] = []
+        self._dtypes: dict[str, int] = {}
+        self._shapes: dict[Shape, int] = {}
+        self._partitions: dict[Partition, int] = {}
+        self._columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+
+    def add(self, tensor: ForeignTensor) -> Int64s:
+        """Add a tensor. Returns the numbers of its parts in the order of its cells; parts without elements are none."""
+        numbers = np.flatnonzero((tensor.sizes > 0).all(axis=1))
+        rows = np.concatenate([tensor.starts, tensor.sizes], axis=1)[numbers]
+        if rows.shape[1]:
+            order = np.lexsort(rows[:, : len(tensor.shape)].T[::-1])
+            numbers, rows = numbers[order], rows[order]
+        partition = self._partition(rows, tensor.shape, tensor.files[numbers])
+        self._names.append(tensor.name)
+        dtypes, shapes, partitions = self._columns
+        dtypes.append(self._dtypes.setdefault(tensor.dtype, len(self._dtypes)))
+        shapes.append(self._shapes.setdefault(tensor.shape, len(self._shapes)))
+        partitions.append(self._partitions.setdefault(partition, len(self._partitions)))
+        return numbers
+
+    def _partition(self, rows: Int64s, shape: Shape, files: Int64s) -> Partition:
+        owners = self._sequences.add(files)
+        cuts = _whole_cuts(shape) if len(rows) < 2 else as_grid(rows, shape)
+        if cuts is not None:
+            return Grid(tuple(map(self._sequences.add, cuts)), owners)
+        columns = [self._sequences.add(np.ascontiguousarray(column)) for column in rows.T]
+        return Boxes(tuple(columns[: len(shape)]), tuple(columns[len(shape) :]), owners)
+
+    def decoded(self, *, num_files: int) -> DecodedTable:
+        """The finished table."""
+        dtypes, shapes, partitions = map(tuple, self._columns)
+        body = StateTable(
+            world_size=1,
+            reader_features=(),
+            names=tuple(self._names),
+            dtype_table=tuple(self._dtypes),
+            dtypes=dtypes,
+            shape_table=tuple(self._shapes),
+            shapes=shapes,
+            partition_table=tuple(self._partitions),
+            partitions=partitions,
+            aliases={},
+            num_files=num_files,
+            writers=self._sequences.add(np.arange(num_files)),
+            values=(),
+            sequences=tuple(self._sequences.sequences),
+        )
+        return DecodedTable(body, b"".join(self._sequences.blobs))
+
+
+def _whole_cuts(shape: Shape) -> tuple[Int64s, ...]:
+    """The cuts of a tensor in one cell, or in none where it has no elements."""
+    return tuple(np.asarray([0, extent] if extent else [0], np.int64) for extent in shape)

@@ -1,0 +1,197 @@
+"""Archives that ``torch.save`` wrote, read by parts: the bytes of a tensor in them, and plain values.
+
+An archive is a zip file of stored entries: a pickle, and the bytes of each storage. It may lie anywhere in a larger
+file, as the items of DCP do.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from math import prod
+from threading import RLock
+from typing import Any, Final, NamedTuple
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.geometry import Shape
+from holdfast.interop.pickle_machine import PickleError, unpickled
+from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, persistent
+from holdfast.store.base import Store
+
+#: The pickle of a tensor has a few hundred bytes; a value may be as large as this.
+_MAX_TENSOR_PICKLE_NBYTES: Final = 64 << 10
+_MAX_PICKLE_NBYTES: Final = 256 << 20
+_PAGE_NBYTES: Final = 4096
+_WINDOW_NBYTES: Final = 64 << 10
+_LOCAL_HEADER_NBYTES: Final = 30
+
+
+#: What `zipfile` raises for bytes that are no archive.
+_NO_ZIP: Final = (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, NotImplementedError, struct.error)
+
+
+class ArchiveError(ValueError):
+    """An archive is malformed, or holds something else than was expected."""
+
+
+class Windows:
+    """Small reads from files of a store, by way of the window that was read last: archives often lie side by side.
+
+    Safe for several threads.
+    """
+
+    def __init__(self, storage: Store) -> None:
+        self._storage = storage
+        self._lock = RLock()
+        self._key, self._start, self._data = "", 0, b""
+
+    def read(self, key: str, start: int, nbytes: int) -> bytes:
+        """Bytes of a file that has at least so many."""
+        if nbytes > _WINDOW_NBYTES:
+            return self._storage.read(key, start=start, nbytes=nbytes)
+        with self._lock:
+            if key != self._key or not self._start <= start <= start + nbytes <= self._start + len(self._data):
+                low = start // _PAGE_NBYTES * _PAGE_NBYTES
+                held = max(min(_WINDOW_NBYTES, (self._storage.nbytes(key) or 0) - low), start + nbytes - low)
+                self._data = self._storage.read(key, start=low, nbytes=held)
+                self._key, self._start = key, low
+            return self._data[start - self._start : start - self._start + nbytes]
+
+
+class ArchivePlace(NamedTuple):
+    """An archive that lies in file `key`: its first byte, and its size."""
+
+    files: Windows
+    key: str
+    start: int
+    nbytes: int
+
+
+class _Window(io.RawIOBase):
+    """The bytes of an archive as a file that can be read and sought."""
+
+    def __init__(self, place: ArchivePlace) -> None:
+        super().__init__()
+        self._place = place
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.nbytes}[whence]
+        if base + offset < 0:
+            raise OSError("a position before the archive")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        nbytes = min(len(out), max(self._place.nbytes - self._at, 0))
+        if nbytes:
+            place = self._place
+            memoryview(out).cast("B")[:nbytes] = place.files.read(place.key, place.start + self._at, nbytes)
+        self._at += nbytes
+        return nbytes
+
+
+class TorchArchive:
+    """One archive, opened. Raises `ArchiveError` where it is malformed."""
+
+    def __init__(self, place: ArchivePlace) -> None:
+        self._place = place
+        if place.nbytes <= 2 * _PAGE_NBYTES:
+            self._file: io.BufferedIOBase = io.BytesIO(place.files.read(place.key, place.start, place.nbytes))
+        else:
+            self._file = io.BufferedReader(_Window(place), _PAGE_NBYTES)
+        try:
+            with zipfile.ZipFile(self._file) as archive:
+                self._entries = archive.infolist()
+        except _NO_ZIP as error:
+            raise ArchiveError(f"it is no zip archive ({error!s:.100})") from error
+        self._names = {entry.filename: entry for entry in self._entries}
+        if len(self._names) != len(self._entries):
+            raise ArchiveError("it has an entry twice")
+        pickles = [name for name in self._names if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ArchiveError("it is no archive of torch.save: it has no single data.pkl")
+        self._root = pickles[0].removesuffix("data.pkl")
+
+    def value(self) -> object:
+        """The object in the archive, with tensors as `PickledTensor`. Raises `PickleError`, too."""
+        return self._unpickled(_MAX_PICKLE_NBYTES)
+
+    def tensor_offset(self, dtype: str, shape: Shape) -> int:
+        """The place of the first byte of the archive's only tensor, counted from the file's beginning.
+
+        Raises `ArchiveError` unless it is a tensor of this dtype and shape whose elements lie in row-major order.
+        """
+        try:
+            found = self._unpickled(_MAX_TENSOR_PICKLE_NBYTES)
+        except PickleError as error:
+            raise ArchiveError(f"its pickle is no tensor: {error}") from error
+        if not isinstance(found, PickledTensor):
+            raise ArchiveError("it holds a value instead of a tensor")
+        if (found.dtype, found.shape) != (dtype, shape):
+            raise ArchiveError(f"it holds {found.dtype}{list(found.shape)} instead of {dtype}{list(shape)}")
+        if prod(shape) and not _is_row_major(found):
+            raise ArchiveError(f"its elements are not in row-major order (strides {list(found.strides)})")
+        itemsize = DTYPES[dtype].itemsize
+        entry = self._entry(f"data/{found.storage.key}")
+        first = found.first * itemsize
+        if first + prod(shape) * itemsize > entry.file_size:
+            raise ArchiveError(f"its storage has {entry.file_size} bytes, less than its tensor")
+        return self._place.start + self._data_start(entry) + first
+
+    def _unpickled(self, limit: int) -> object:
+        order = self._names.get(f"{self._root}byteorder")
+        if order is not None and self._read(order, 16) != b"little":
+            raise ArchiveError("its numbers are not in little-endian order")
+        return unpickled(self._read(self._entry("data.pkl"), limit), ARCHIVE_GLOBALS, persistent=persistent)
+
+    def _entry(self, name: str) -> zipfile.ZipInfo:
+        entry = self._names.get(self._root + name)
+        if entry is None:
+            raise ArchiveError(f"its entry {name:.100} is missing")
+        return entry
+
+    def _read(self, entry: zipfile.ZipInfo, limit: int) -> bytes:
+        if entry.file_size > limit:
+            raise ArchiveError(
+                f"its entry {entry.filename:.100} has {entry.file_size} bytes, over the limit of {limit}"
+            )
+        self._file.seek(self._data_start(entry))
+        return self._file.read(entry.file_size)
+
+    def _data_start(self, entry: zipfile.ZipInfo) -> int:
+        """The place of an entry's first byte in the archive."""
+        if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
+            raise ArchiveError(f"its entry {entry.filename:.100} is compressed or encrypted")
+        if entry.header_offset < 0:
+            raise ArchiveError(f"its entry {entry.filename:.100} begins before it")
+        self._file.seek(entry.header_offset)
+        header = self._file.read(_LOCAL_HEADER_NBYTES)
+        if len(header) != _LOCAL_HEADER_NBYTES or header[:4] != b"PK\x03\x04":
+            raise ArchiveError(f"its entry {entry.filename:.100} has no header")
+        lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+        start = entry.header_offset + _LOCAL_HEADER_NBYTES + sum(lengths)
+        if start + entry.file_size > self._place.nbytes:
+            raise ArchiveError(f"its entry {entry.filename:.100} is cut off")
+        return start
+
+
+def _is_row_major(tensor: PickledTensor) -> bool:
+    stride = 1
+    if len(tensor.shape) != len(tensor.strides):
+        return False
+    for extent, found in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
+        if extent != 1 and found != stride:
+            return False
+        stride *= extent
+    return True

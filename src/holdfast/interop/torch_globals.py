@@ -1,0 +1,173 @@
+"""What the globals in torch's pickles stand for here: plain values, and descriptions of tensors without their bytes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.values import TorchValue
+from holdfast.geometry import Shape
+from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects
+
+#: The dtypes of torch's typed storages; other dtypes are in untyped ones.
+_STORAGES: Final[Mapping[str, str]] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexDoubleStorage": "complex128",
+    "ComplexFloatStorage": "complex64",
+}
+
+
+class StorageType(NamedTuple):
+    """The type of a storage; no dtype where it is untyped."""
+
+    dtype: str | None
+
+
+class StorageRef(NamedTuple):
+    """A storage beside a pickle: the dtype of its type, and the name of its entry in the archive."""
+
+    dtype: str | None
+    key: str
+
+
+class PickledTensor(NamedTuple):
+    """A tensor of a pickle: where its elements lie in which storage."""
+
+    storage: StorageRef
+    dtype: str
+    first: int
+    shape: Shape
+    strides: Shape
+
+
+class TorchSize(tuple[int, ...]):
+    """A ``torch.Size``."""
+
+    __slots__ = ()
+
+
+def persistent(identity: object) -> StorageRef:
+    """The storage that torch's pickles refer to by `identity`."""
+    if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
+        raise PickleError("it refers to something that is no storage")
+    _, kind, key, _, _ = identity
+    if not (isinstance(kind, StorageType) and isinstance(key, str)):
+        raise PickleError("it refers to a storage of no known type")
+    return StorageRef(kind.dtype, key)
+
+
+def shape_of(numbers: object) -> Shape:
+    """A shape or the like from a pickle. Raises `PickleError` for anything but a tuple of counts."""
+    if isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers):
+        return tuple(numbers)
+    raise PickleError(f"{numbers!r:.100} is no shape")
+
+
+def _size(args: tuple[Any, ...]) -> TorchSize:
+    (numbers,) = args
+    return TorchSize(shape_of(tuple(numbers) if isinstance(numbers, list) else numbers))
+
+
+def _typed(args: tuple[Any, ...]) -> PickledTensor:
+    storage, first, shape, strides = args[:4]
+    if not isinstance(storage, StorageRef) or storage.dtype is None:
+        raise PickleError("a tensor has no typed storage")
+    return _tensor(storage, storage.dtype, first, shape, strides)
+
+
+def _untyped(args: tuple[Any, ...]) -> PickledTensor:
+    storage, first, shape, strides, _, _, dtype = args[:7]
+    if not isinstance(storage, StorageRef) or not isinstance(dtype, TorchValue) or dtype.text not in DTYPES:
+        raise PickleError("a tensor has no storage of a known dtype")
+    return _tensor(storage, dtype.text, first, shape, strides)
+
+
+def _tensor(storage: StorageRef, dtype: str, first: object, shape: object, strides: object) -> PickledTensor:
+    (first,) = shape_of((first,))
+    return PickledTensor(storage, dtype, first, shape_of(shape), shape_of(strides))
+
+
+def _ordered(args: tuple[Any, ...]) -> OrderedDict[object, object]:
+    pairs = args[0] if args else []
+    if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
+        raise PickleError("an OrderedDict is made of something else than pairs")
+    if not all(isinstance(key, str | int | float | bytes | None) for key, _ in pairs):
+        raise PickleError("an OrderedDict has a key that is no plain value")
+    return OrderedDict(pairs)
+
+
+def _encoded(args: tuple[Any, ...]) -> bytes:
+    text, encoding = args
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise PickleError("it encodes a text in another way than bytes are pickled")
+    return text.encode("latin-1")
+
+
+def _empty(args: tuple[Any, ...]) -> bytes:
+    if args:
+        raise PickleError("bytes are made of something else than a text")
+    return b""
+
+
+def _complex(args: tuple[Any, ...]) -> complex:
+    real, imaginary = args
+    if not (isinstance(real, float | int) and isinstance(imaginary, float | int)):
+        raise PickleError("a complex number is made of something else than numbers")
+    return complex(real, imaginary)
+
+
+def _device(args: tuple[Any, ...]) -> TorchValue:
+    if not (args and isinstance(args[0], str) and all(type(part) is int for part in args[1:2])):
+        raise PickleError("a device has no name")
+    return TorchValue("device", ":".join(map(str, args[:2])))
+
+
+def _numpy_scalar(args: tuple[Any, ...]) -> np.generic:
+    dtype, data = args
+    text = dtype.args[0] if isinstance(dtype, PickledObject) and dtype.args else None
+    if not (isinstance(text, str) and text[:1] in "biufc" and text[1:].isdigit() and isinstance(data, bytes)):
+        raise PickleError("a numpy scalar is no number")
+    kind = np.dtype(text)
+    if dtype.state is not None and isinstance(dtype.state, tuple) and dtype.state[1:2] == (">",):
+        kind = kind.newbyteorder(">")
+    if len(data) != kind.itemsize:
+        raise PickleError("a numpy scalar has the wrong number of bytes")
+    scalar: np.generic = np.frombuffer(data, kind)[0]
+    return scalar
+
+
+#: The constants and sizes that metadata and values have.
+PLAIN_GLOBALS: Final[Globals] = {
+    **{f"torch {name}": TorchValue("dtype", name) for name in DTYPES},
+    "torch Size": _size,
+    "torch device": _device,
+    "collections OrderedDict": _ordered,
+}
+#: The globals of the pickles in archives of ``torch.save``.
+ARCHIVE_GLOBALS: Final[Globals] = {
+    **PLAIN_GLOBALS,
+    **{f"torch {name}": StorageType(dtype) for name, dtype in _STORAGES.items()},
+    "torch.storage UntypedStorage": StorageType(None),
+    "torch._utils _rebuild_tensor_v2": _typed,
+    "torch._utils _rebuild_tensor_v3": _untyped,
+    "_codecs encode": _encoded,
+    "__builtin__ bytes": _empty,
+    "__builtin__ complex": _complex,
+    "builtins complex": _complex,
+    "numpy._core.multiarray scalar": _numpy_scalar,
+    "numpy.core.multiarray scalar": _numpy_scalar,
+    **pickled_objects("numpy dtype"),
+}
