@@ -258,3 +258,16 @@ def test_a_file_that_is_cut_off_after_it_was_opened_ends_the_read(sharded: Path)
     file.write_bytes(file.read_bytes()[:9000])
     with pytest.raises(holdfast.CorruptError):
         view["model.embed.weight"][...]
+
+
+@pytest.mark.parametrize("lost", ["seal.json", "manifest.hfm"])
+def test_what_is_left_of_a_checkpoint_of_holdfast_is_no_folder_of_hugging_face(tmp_path: Path, lost: str) -> None:
+    """Its data files are safetensors files: without the seal they were read as a foreign checkpoint, unverified."""
+    holdfast.save(tmp_path / "run", {"w": torch.zeros(4)}, 1)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    (folder / lost).unlink()
+    with pytest.raises((holdfast.NotFoundError, holdfast.CorruptError)):
+        holdfast.load(folder, {"w": torch.zeros(4)})
+    data_file = next(folder.glob("*.safetensors"))
+    with pytest.raises(holdfast.NotFoundError, match="one file of a checkpoint"):
+        holdfast.open(data_file)

@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import NotFoundError
+from holdfast.format.manifest import NAME as MANIFEST_NAME
+from holdfast.format.manifest import is_file_name
+from holdfast.format.records import SEAL_NAME
 from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
 from holdfast.interop.hugging_face import HuggingFaceFormat
@@ -59,5 +62,7 @@ def foreign_at(target: Selection, storage: Store) -> ForeignState | None:
         if parent.nbytes(name) is None:
             return None
         folder = ForeignFolder(timed_alike(parent, storage), (name,), target.location)
+    if any(is_file_name(name) or name in (MANIFEST_NAME, SEAL_NAME) for name in folder.names):
+        return None  # a part of a checkpoint of ours: its data files are safetensors files, too
     found = next((format_ for format_ in FORMATS if format_.recognises(folder.names)), None)
     return None if found is None else found.open(folder)
