@@ -35,7 +35,8 @@ from holdfast.format.records import Fork, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
-from holdfast.loading import Loading, Opened, Options, load_from_storage
+from holdfast.loading import Loading, Opened, load_from_storage
+from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
@@ -85,7 +86,9 @@ def restore(
     """Fill `state` from the newest checkpoint of `run`, or from the one that `at` selects. In a run without any,
     fill it from the `initial` checkpoint of another run, whose steps it continues if it `is_fork`. `resumes` records
     which checkpoint this job resumes. Collective over `group`. See `Checkpointer.restore`."""
-    options = Options(select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older)
+    options = LoadOptions(
+        select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
+    )
     damaged: list[_DamagedSnapshot] = []
     if node_dir is not None and at is None:
         restored = _from_memory(run, state, node_dir, group, options, damaged, timeout_s=timeout_s)
@@ -105,7 +108,7 @@ def restore(
         check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
         if initial is None:
             return Restored(RestoreReport(None, None, None, None))
-        options = Options(select, fallback=fallback, verify=verify, continues=False, older=begin_with_older)
+        options = LoadOptions(select, fallback=fallback, verify=verify, continues=False, older=begin_with_older)
         report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
@@ -179,7 +182,7 @@ def _from_memory(
     state: Mapping[str, object],
     node_dir: Path,
     group: ProcessGroup | None,
-    options: Options,
+    options: LoadOptions,
     damaged: list[_DamagedSnapshot],
     *,
     timeout_s: float,
@@ -215,7 +218,7 @@ def _newest_in_memory(
     state: Mapping[str, object],
     node_dir: Path,
     group: ProcessGroup | None,
-    options: Options,
+    options: LoadOptions,
     damaged: Sequence[_DamagedSnapshot],
     *,
     timeout_s: float,
@@ -286,7 +289,7 @@ def _looked_at(
     channel: Channel,
     deadline: Deadline,
     survey: Survey,
-    options: Options | None = None,
+    options: LoadOptions | None = None,
 ) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
     """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
     and slots, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
@@ -329,7 +332,7 @@ def _choose(
     channel: Channel,
     deadline: Deadline,
     survey: Survey,
-    options: Options | None,
+    options: LoadOptions | None,
 ) -> Chosen:
     """Choose the checkpoint that all ranks restore from memory. Collective."""
 
@@ -353,7 +356,7 @@ def _choose(
     return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
 
 
-def _resumed(chosen: Chosen, storage: Store, options: Options | None) -> Chosen:
+def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Chosen:
     """Record on the first rank that this job resumes the `chosen` checkpoint. If too many jobs have, returns the choice
     of none: the restore then falls back to storage, if it may.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -19,9 +19,8 @@ from holdfast.checkpoint.stored_state import NO_STEP, StoredState
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES, CooperativeReading, ReadCost
+from holdfast.cooperative.reading import MEMORY_NBYTES, CooperativeReading, ReadCost
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError, StorageError
-from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.interop.foreign_format import ForeignState
 from holdfast.interop.formats import foreign_at, foreign_instead
@@ -29,12 +28,11 @@ from holdfast.loading.collector import collector_paused
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
-from holdfast.loading.older import OlderAdvice, load_older
-from holdfast.mapping import Pad, Rule
+from holdfast.loading.load_options import LoadOptions
+from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
-from holdfast.options import check_flag, checked_number
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.plan.exchange import Bandwidths
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
@@ -44,7 +42,6 @@ from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.leases import ReadLease, leased
 from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection, parse
-from holdfast.run.resumes import ResumeLimit
 from holdfast.run.second_reading import remember_damage
 from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
@@ -144,7 +141,7 @@ def load(
     """
     refuse_nested(LOAD, allowed={*PLAIN, CHECKPOINTER_RESTORE})
     target = parse(path)
-    options = Options(
+    options = LoadOptions(
         select,
         mapping,
         cast,
@@ -161,7 +158,7 @@ def load(
 
 
 def load_from_storage(
-    target: Selection, into: Mapping[str, object], options: Options, *, group: ProcessGroup | None, timeout_s: float
+    target: Selection, into: Mapping[str, object], options: LoadOptions, *, group: ProcessGroup | None, timeout_s: float
 ) -> LoadReport:
     """As `load`, with checked arguments, for a call that may be inside another one of the library."""
     deadline = Deadline(timeout_s)
@@ -178,81 +175,6 @@ def load_from_storage(
         unverified = "; it has no digests, so its bytes were not verified" if no_digests else ""
         LOG.info("loaded %s, from %s%s", report.summary, report.path, unverified)
     return report
-
-
-class Options:
-    """The checked options of a load. Globs remember their matches, so `select` and `cast` make new ones for each
-    checkpoint."""
-
-    def __init__(
-        self,
-        select: str | Sequence[str] | None = None,
-        mapping: Sequence[Rule] | None = None,
-        cast: bool | str | Sequence[str] | None = None,
-        strict: bool = True,
-        fallback: bool = False,
-        verify: bool = True,
-        *,
-        allow_empty: bool = False,
-        continues: bool | None = None,
-        device: str | torch.device | None = None,
-        memory: int = MEMORY_NBYTES,
-        bandwidths: Bandwidths | None = None,
-        resumes: ResumeLimit | None = None,
-        older: OlderAdvice = load_older,
-    ) -> None:
-        self._select = select
-        if isinstance(cast, torch.dtype):
-            raise TypeError(f"cast must be True, or globs of the tensors to cast, not {cast}")
-        given = {"strict": strict, "fallback": fallback, "verify": verify, "allow_empty": allow_empty}
-        for name, value in given.items():
-            check_flag(name, value)
-        if not isinstance(continues, bool | None):
-            raise TypeError(f"continues must be True, False or None, not {continues!r}")
-        self._cast = False if cast is None else cast
-        self.mapping = _rules(() if mapping is None else mapping)
-        self.strict = strict
-        self.allow_empty = allow_empty
-        self.fallback = fallback
-        self.verify = verify
-        self.continues = continues
-        #: The record of this resume, and its limit; None for a load that resumes no run.
-        self.resumes = resumes
-        self.older = older
-        self.device = None if device is None else torch.device(device)
-        least = f"at least {MIN_MEMORY_NBYTES} bytes are needed"
-        self.memory_budget = checked_number("memory_budget", memory, least=MIN_MEMORY_NBYTES, reason=least)
-        if not isinstance(bandwidths, Bandwidths | None):
-            raise TypeError(f"bandwidths are a holdfast.Bandwidths, not {bandwidths!r}")
-        self.bandwidths = bandwidths
-        if self.device is not None and self.device.type == "meta":
-            raise ValueError("device must be a device with memory, not 'meta'")
-        self.select()
-        self.cast()
-
-    @property
-    def may_keep(self) -> bool:
-        """Whether tensors that one checkpoint fills may keep contents, all or a part, in a load of another one."""
-        return not self.strict or any(isinstance(rule, Pad) and rule.fill == "keep" for rule in self.mapping)
-
-    def select(self) -> Globs | None:
-        """New globs of the names to load; None for everything."""
-        return None if self._select is None else Globs(self._select)
-
-    def cast(self) -> Globs | bool:
-        """New globs of the tensors that may be cast, or whether all may."""
-        return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
-
-
-def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
-    if not isinstance(mapping, Iterable):
-        raise TypeError(f"mapping must be a list of rules of holdfast.mapping, not {mapping!r}")
-    rules = tuple(mapping)
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"mapping must be a list of rules of holdfast.mapping, but {rule!r} is not a rule")
-    return rules
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
@@ -299,7 +221,7 @@ class Loading:
         deadline: Deadline,
         storage: TimedStore,
         ranks: Sequence[int],
-        options: Options,
+        options: LoadOptions,
     ) -> None:
         self._channel = channel
         self._storage = storage

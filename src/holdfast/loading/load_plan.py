@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from holdfast.control.torch_store import group_ranks
 from holdfast.format.patterns import Globs
 from holdfast.interop.formats import find_state
-from holdfast.loading import Options
+from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.wanted import wanted
 from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
@@ -75,7 +75,7 @@ def plan_load(
 
     Raises as `load` does, except for names that only one side has and globs that match nothing: it lists those.
     """
-    options = Options(select, mapping, cast)
+    options = LoadOptions(select, mapping, cast)
     checkpoint = find_state(parse(path)).state
     record = checkpoint.record
     ranks = group_ranks(group)
