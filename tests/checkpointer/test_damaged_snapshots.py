@@ -133,6 +133,18 @@ def test_a_head_that_is_damaged_in_memory_alone_is_not_passed_over(run: str, mem
     assert report.load.skipped == ()
 
 
+def test_where_the_head_is_the_one_before_it_memory_is_as_good_as_storage(
+    run: str, memory: Memory, node_dir: Path
+) -> None:
+    leave_steps(run, node_dir, 1)
+    damage(run, node_dir, 1)
+    with Checkpointer(run, state_of(), memory=memory) as own:
+        report = own.restore()
+    assert (report.step, report.tier) == (0, "node memory")
+    assert report.load is not None
+    assert [place for place, _ in report.load.skipped] == ["1.2"]
+
+
 def test_where_nothing_is_committed_the_older_one_is_all_that_counts(run: str, memory: Memory, node_dir: Path) -> None:
     leave_steps(run, node_dir, 1, first_is_durable=False)
     damage(run, node_dir, 1)

@@ -60,7 +60,9 @@ def world() -> World:
 class Saved:
     """A checkpoint of two ranks whose data files are staged in slots, in the folders of their nodes."""
 
-    def __init__(self, run: Run, folders: list[NodeFolder], stack: ExitStack, *, memory_only: bool = False) -> None:
+    def __init__(
+        self, run: Run, folders: list[NodeFolder], stack: ExitStack, *, memory_only: bool = False, boot: str = ""
+    ) -> None:
         self.world = world()
         epoch = run.open_epoch(after=0, opened_from=None, why="start", world_size=2, incarnation="0" * 32)
         place = Place(epoch.epoch, 1)
@@ -78,7 +80,7 @@ class Saved:
             nbytes = layout.data_start + layout.data_nbytes
             slot = stack.enter_context(Slot.create(folders[rank], rank=rank, nbytes=nbytes))
             slot.data[:] = 0xAB  # what was in it before
-            contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes, memory_only)
+            contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes, memory_only, boot)
             assert slot.take()
             slot.advance(SlotRecord(SlotState.WRITING, contents))
             slot.data[layout.data_start : nbytes] = np.frombuffer(bytes(section), np.uint8)

@@ -399,4 +399,16 @@ KEEPER_MUTATIONS = [
         "[*given_up, *damaged]",
         "given_up",
     ),
+    Mutation(  # keeper trusts disk
+        "keeper/test_earlier_boots.py::test_what_was_hashed_and_did_not_reach_the_disk_is_given_up",
+        "keeper/daemon.py",
+        "slot.state == SlotState.SEALED and slot.name not in self._checked and contents.is_of_earlier_boot",
+        "False",
+    ),
+    Mutation(  # keeper hashes garbage
+        "keeper/test_earlier_boots.py::test_what_was_not_hashed_is_given_up",
+        "keeper/persist.py",
+        "        if contents.is_of_earlier_boot:\n",
+        "        if not contents:\n",
+    ),
 ]

@@ -102,8 +102,9 @@ class RankMemory:
         if not self._has_warned and is_on_disk(memory.folder.fileno()):
             self._has_warned = True
             _log.warning(
-                "node_dir '%s' is on a disk: each snapshot is written there, and then once more to storage. Give "
-                "Memory(node_dir=...) a file system in memory, such as a tmpfs, or pass memory=None",
+                "node_dir '%s' is on a disk: each snapshot is written there, and then once more to storage. No action "
+                "is needed if you chose that, for deadlines that storage cannot meet. Else give Memory(node_dir=...) a "
+                "file system in memory, such as a tmpfs, or pass memory=None",
                 self._node_dir,
             )
 

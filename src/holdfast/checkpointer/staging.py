@@ -29,7 +29,7 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, write_generation
-from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
+from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
 from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
@@ -326,6 +326,7 @@ class Stager:
             layout.data_start,
             _nbytes(share),
             agreed.memory_only,
+            boot_id(),
         )
         slot.advance(SlotRecord(SlotState.WRITING, contents))
         _write_values(slot, layout, values)

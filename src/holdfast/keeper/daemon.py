@@ -92,6 +92,8 @@ class Keeper:
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
         self._seals: dict[str, Future[None]] = {}
+        #: The names of the slots that this keeper has hashed.
+        self._checked: set[str] = set()
         #: The checkpoint that is being written; and those whose slots here are written but whose other files are
         #: missing.
         self._writing: Writing | None = None
@@ -338,18 +340,26 @@ class Keeper:
         return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
 
     def _seal_all(self) -> bool:
-        """Start to seal STAGED slots. Returns whether any slot is being sealed or promoted."""
+        """Start to seal STAGED slots, and to hash those again that were SEALED before the node's last boot. Returns
+        whether any slot is being sealed, hashed or promoted."""
         for name in [name for name, seal in self._seals.items() if seal.done()]:
             error = self._seals.pop(name).exception()
             if error is not None:
                 self._lose(self._slots[name], str(error))
         for slot in self._slots.values():
-            if slot.state == SlotState.STAGED and slot.name not in self._seals:
-                assert slot.record.contents is not None
-                sealing = self._sealing(slot.record.contents.checkpoint_id)
-                if sealing is not None:
-                    self._seals[slot.name] = self._sealers.submit(sealing.seal, slot)
+            contents = slot.record.contents
+            is_new = slot.state == SlotState.STAGED
+            if contents is None or slot.name in self._seals or not (is_new or self._is_unchecked(slot, contents)):
+                continue
+            sealing = self._sealing(contents.checkpoint_id)
+            if sealing is not None:
+                self._checked.add(slot.name)
+                self._seals[slot.name] = self._sealers.submit(sealing.seal if is_new else sealing.check, slot)
         return bool(self._seals)
+
+    def _is_unchecked(self, slot: Slot, contents: Contents) -> bool:
+        """Whether a SEALED slot must be hashed again before it is written."""
+        return slot.state == SlotState.SEALED and slot.name not in self._checked and contents.is_of_earlier_boot
 
     def _lose(self, slot: Slot, why: str) -> None:
         _log.error("'%s' is given up: %s.", slot.path, why.rstrip("."))

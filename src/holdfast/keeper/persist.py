@@ -19,7 +19,7 @@ from holdfast.format.records import Commit, FileSeal
 from holdfast.io.digest import digest_blocks
 from holdfast.io.writer import write_memory
 from holdfast.node_memory.generations import Generation
-from holdfast.node_memory.slots import Slot, SlotRecord, SlotState
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.run.complete import StoredManifest, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
@@ -38,9 +38,12 @@ class Sealing:
 
     def seal(self, slot: Slot) -> None:
         """Hash the staged bytes of `slot`, write the header before them, and make the slot SEALED: from then on its
-        contents are a data file like any other. One of a save to memory alone becomes HELD."""
+        contents are a data file like any other. One of a save to memory alone becomes HELD. Raises `CorruptError` if
+        the node has booted since the copy: then nobody knows whether all of it had reached the disk."""
         contents = slot.record.contents
         assert contents is not None
+        if contents.is_of_earlier_boot:
+            raise _lost(slot, contents, "was not hashed before this node went down", "No action needed.")
         layout = self._files.layout(contents.file)
         start, stop = layout.data_start, layout.data_start + layout.data_nbytes
         assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
@@ -52,20 +55,35 @@ class Sealing:
     def promote(self, slot: Slot) -> None:
         """Make a HELD slot SEALED, unless a trainer has taken it. Its bytes may have lain in memory for hours, so this
         hashes them again. Raises `CorruptError` if they have changed: then it stays HELD."""
+        contents = slot.record.contents
+        assert contents is not None
+        try:
+            self.check(slot)
+        except CorruptError:
+            if slot.refresh().state == SlotState.HELD and slot.record.contents == contents:
+                raise
+        else:
+            slot.promote(contents.checkpoint_id)
+
+    def check(self, slot: Slot) -> None:
+        """Hash the bytes of a hashed slot again. Raises `CorruptError` if they have changed."""
         contents, digest = slot.record.contents, slot.record.digest
         assert contents is not None
         table = digest_blocks(slot.data[contents.data_start : contents.nbytes])
-        if xxhash.xxh3_128_hexdigest(table) == digest:
-            slot.promote(contents.checkpoint_id)
-        elif slot.refresh().state == SlotState.HELD and slot.record.contents == contents:
-            raise CorruptError(
-                f"step {contents.step} has changed in the memory of this node since it was saved there.",
-                code="corrupt.slot",
-                action="Check the memory of this machine. Holdfast uses an older checkpoint.",
-                path=str(slot.path),
-                step=contents.step,
-                tier="node memory",
-            )
+        if xxhash.xxh3_128_hexdigest(table) != digest:
+            what = "has changed in the memory of this node since it was saved there"
+            raise _lost(slot, contents, what, "Check the memory of this machine.")
+
+
+def _lost(slot: Slot, contents: Contents, what: str, action: str) -> CorruptError:
+    return CorruptError(
+        f"step {contents.step} {what}.",
+        code="corrupt.slot",
+        action=f"{action} Holdfast uses an older checkpoint.",
+        path=str(slot.path),
+        step=contents.step,
+        tier="node memory",
+    )
 
 
 def data_file(slot: Slot) -> Bytes:

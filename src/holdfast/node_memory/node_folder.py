@@ -36,6 +36,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
+def boot_id() -> str:
+    """An identifier of this boot of the node."""
+    return _BOOT_ID.read_text(encoding="ascii").strip()
+
+
 class NodeFolder:
     """The folder of one run in the memory of this node, created if it is missing. Use it as a context manager.
 
@@ -68,7 +73,7 @@ class NodeFolder:
     def identity(self) -> str:
         """An identifier that differs from that of folders of other nodes, and of this node before its last boot."""
         status = os.fstat(self._fd)
-        return f"{_BOOT_ID.read_text(encoding='ascii').strip()}-{status.st_dev}-{status.st_ino}"
+        return f"{boot_id()}-{status.st_dev}-{status.st_ino}"
 
     def remake(self) -> None:
         """Create the folder again after some process has removed it."""

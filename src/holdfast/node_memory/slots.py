@@ -35,6 +35,9 @@ the proof that no death leaves a slot torn or without an owner is short:
 4. *No process fills a removed slot.* A process removes the file under its lock, and only in a state in which nothing is
    lost with it. A process that gets the lock later finds that the file has no name (`is_removed`), and does not use it.
    Processes that have it mapped for reading keep its memory.
+5. *No crash of the node makes bytes durable that were not saved.* Slots are never flushed. In memory they end with the
+   node; on a disk some pages may have reached it, and others not. So contents say in which boot they were copied, and
+   after another one the keeper frees what is STAGED, and hashes what is SEALED again before it writes it.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.format.records import Place
 from holdfast.io.pages import HUGE_PAGE_NBYTES, shared
 from holdfast.node_memory import file_locks
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, boot_id
 from holdfast.store.base import Bytes
 from holdfast.store.linux import collapse_pages
 from holdfast.wording import count
@@ -123,7 +126,8 @@ OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """The contents of a slot: data file number `file` of a checkpoint of the run `run_id`. The file has `nbytes`, of
-    which the first `data_start` are its header. With `memory_only`, it is to become HELD."""
+    which the first `data_start` are its header. With `memory_only`, it is to become HELD. It was copied into the slot
+    while the node ran as `boot` ("": not recorded)."""
 
     run_id: str
     checkpoint_id: str
@@ -133,6 +137,13 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
     data_start: int
     nbytes: int
     memory_only: bool = False
+    boot: str = ""
+
+    @property
+    def is_of_earlier_boot(self) -> bool:
+        """Whether the node has booted since the copy. Then the slot lies on a disk, and the node may have gone down
+        before all of it was there: only what agrees with its digests is what was saved."""
+        return self.boot not in ("", boot_id())
 
 
 class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
