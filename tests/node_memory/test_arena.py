@@ -115,6 +115,18 @@ def test_a_part_of_a_checkpoint_that_was_given_up_protects_nothing(folder: NodeF
     arena.close()
 
 
+def test_a_save_that_failed_here_while_its_keeper_committed_it_takes_no_slot_for_good(folder: NodeFolder) -> None:
+    """Neither slot could be filled any more: the newest one that counted was in the one, a newer one in the other."""
+    arena = ready(folder, MIB)
+    filled(some(arena.take(None)), SlotState.COMMITTED, seq=1)
+    second = filled(some(arena.take(None)), SlotState.COMMITTED, seq=2)
+    assert arena.take(Place(1, 1)) is None
+    arena.is_given_up = lambda contents: contents.place == Place(1, 2)
+    assert arena.oldest() == (True, Place(1, 1))
+    assert arena.take(Place(1, 1)) is second
+    arena.close()
+
+
 def test_what_is_not_committed_yet_is_never_filled_again(folder: NodeFolder) -> None:
     arena = ready(folder, MIB)
     filled(some(arena.take(None)), SlotState.SEALED, seq=1)

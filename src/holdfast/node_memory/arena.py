@@ -134,7 +134,7 @@ class Arena:
     def take(self, needed: Place | None) -> Slot | None:
         """Take the lock of a slot that may be filled, and return the slot; None where there is none now. A slot may be
         filled if it is free, if its checkpoint is fenced, or if it is COMMITTED or HELD and its checkpoint comes before
-        `needed`, the newest one that all ranks hold whole, or was left by an earlier job (`is_left`).
+        `needed`, the newest one that all ranks hold whole, was left by an earlier job (`is_left`) or was given up.
 
         Where `needed` is None, some rank holds nothing, so no checkpoint is whole in memory. Then the slot's checkpoint
         must come before the newest one of this rank.
@@ -148,9 +148,9 @@ class Arena:
         return None
 
     def oldest(self) -> tuple[bool, Place | None]:
-        """Whether a slot holds nothing that is needed (it is empty or fenced, or an earlier job left its checkpoint) or
-        the preparation for the first save will make one; and the oldest checkpoint in the other slots that might be
-        filled."""
+        """Whether a slot holds nothing that is needed (it is empty or fenced, or its checkpoint was given up or left by
+        an earlier job) or the preparation for the first save will make one; and the oldest checkpoint in the other
+        slots that might be filled."""
         there = [slot for slot in self._slots if not (slot.is_removed or slot.is_occupied)]
         records = [record for slot in there if (record := slot.refresh()).state in REUSABLE]
         places = [place for record in records if (place := self._kept(record)) is not None]
@@ -306,9 +306,11 @@ class Arena:
         return place is None or (needed is not None and place < needed)
 
     def _kept(self, record: SlotRecord) -> Place | None:
-        """The place of the checkpoint in a slot, if some job may restore it; else None."""
+        """The place of the checkpoint in a slot, if some job may restore it from memory; else None."""
         contents = record.contents
         if contents is None or record.state == SlotState.FENCED or self.is_left(contents):
+            return None
+        if self.is_given_up(contents):  # the keeper may have committed it all the same: then storage has it
             return None
         return contents.place
 
