@@ -42,13 +42,16 @@ def preempted(script: Path, run: Path, node_dir: Path, delay_s: float, *, trains
 def test_signals_at_any_instant_leave_a_state_to_resume_from(tmp_path: Path, node_dir: Path) -> None:
     script, draw = tmp_path / "train.py", random.Random(NUM_SIGNALS)
     script.write_text(SCRIPT)
-    num_saved = 0
+    num_saved, start_s = 0, 0.0
     for number in range(NUM_SIGNALS):
         run, is_new = tmp_path / f"run{number // NUM_PER_RUN}", number % NUM_PER_RUN == 0
         before = -1 if is_new else holdfast.open(run).step
-        # A resumed job is hit from its first moment on: imports, rendezvous and restore included.
-        delay_s = draw.uniform(0, 2) if is_new else draw.uniform(0, 8)
+        # A resumed job is hit from its first moment on: imports, rendezvous and restore included. (A new one is started,
+        # trains for a second on average, and ends, so that half of the resumed jobs have begun to train.)
+        delay_s = draw.uniform(0, 2) if is_new else draw.uniform(0, 2 * start_s)
+        begin_s = time.monotonic()
         ends, err = preempted(script, run, node_dir, delay_s, trains=is_new)
+        start_s = time.monotonic() - begin_s if is_new else start_s
         head = holdfast.open(run).step
         assert ends <= {head}, f"signal {number}: the ranks ended after {ends}, the head is {head}\n{err}"
         assert head >= before
