@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from holdfast.collector import collector_paused
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join
 from holdfast.format.values import TorchValue
@@ -69,6 +70,7 @@ class DcpMetadata(NamedTuple):
     values: Mapping[str, tuple[StatePath, Item]]
 
 
+@collector_paused()
 def decode_metadata(data: bytes) -> DcpMetadata:
     """The content of a ``.metadata`` file. Runs no code from it.
 
