@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.format.container import CellOffsets, Entry, FileLayout, StoredCells
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable
+from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable, ValueBlock
 from holdfast.format.partition import Cells, cells_of
 from holdfast.geometry import Int64s, Shape, coverage_fault
 from holdfast.plan.divide import as_grid
@@ -41,14 +41,15 @@ class GivenPlaces:
         self._nbytes = nbytes
         self._offsets_of = offsets_of
         self._cells: dict[int, Cells] = {}
-        table = _Tables()
+        table = StateTables()
         parts = 0
         #: For each tensor, the numbers of its parts in the order of its cells.
         self._parts: list[Int64s] = []
         for tensor in tensors:
             self._parts.append(parts + table.add(tensor))
             parts += len(tensor.files)
-        self.manifest = table.decoded(num_files=len(nbytes))
+        body, blobs = table.finish(num_files=len(nbytes))
+        self.manifest = DecodedTable(body, b"".join(blobs))
 
     @cached_property
     def itemsizes(self) -> Int64s:
@@ -104,8 +105,8 @@ def uncovered(tensor: ForeignTensor) -> str | None:
     return f"is not whole: its element {list(fault.index)} {times}"
 
 
-class _Tables:
-    """The tables of a foreign state under construction."""
+class StateTables:
+    """The table of a state under construction; tensors are added in the order of their names."""
 
     def __init__(self) -> None:
         self._sequences = SequenceTable()
@@ -138,12 +139,15 @@ class _Tables:
         columns = [self._sequences.add(np.ascontiguousarray(column)) for column in rows.T]
         return Boxes(tuple(columns[: len(shape)]), tuple(columns[len(shape) :]), owners)
 
-    def decoded(self, *, num_files: int) -> DecodedTable:
-        """The finished table."""
+    def finish(
+        self, *, num_files: int, values: tuple[ValueBlock, ...] = (), features: tuple[str, ...] = ()
+    ) -> tuple[StateTable, Sequence[bytes]]:
+        """The finished table, and the bytes of its sequences."""
         dtypes, shapes, partitions = map(tuple, self._columns)
+        writers = self._sequences.add(np.arange(num_files))
         body = StateTable(
             world_size=1,
-            reader_features=(),
+            reader_features=features,
             names=tuple(self._names),
             dtype_table=tuple(self._dtypes),
             dtypes=dtypes,
@@ -153,11 +157,11 @@ class _Tables:
             partitions=partitions,
             aliases={},
             num_files=num_files,
-            writers=self._sequences.add(np.arange(num_files)),
-            values=(),
+            writers=writers,
+            values=values,
             sequences=tuple(self._sequences.sequences),
         )
-        return DecodedTable(body, b"".join(self._sequences.blobs))
+        return body, self._sequences.blobs
 
 
 def _whole_cuts(shape: Shape) -> tuple[Int64s, ...]:
