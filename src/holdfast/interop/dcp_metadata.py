@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 from holdfast.collector import collector_paused
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join
-from holdfast.format.values import TorchValue
+from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
 from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects, unpickled
 from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
@@ -115,7 +115,7 @@ def _fields(record: object, name: str) -> dict[str, Any]:
 
 
 def _path(path: object) -> StatePath:
-    if not isinstance(path, tuple) or not path or not isinstance(path[0], str):
+    if not isinstance(path, tuple) or not 0 < len(path) <= MAX_DEPTH or not isinstance(path[0], str):
         raise PickleError(f"{path!r:.100} is no path of a state dict")
     if not all(type(key) is str or (type(key) is int and key >= 0) for key in path):
         raise PickleError(f"{path!r:.100} is no path of a state dict")

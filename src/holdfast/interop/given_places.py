@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from holdfast.format.container import CellOffsets, Entry, FileLayout, StoredCells
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable, ValueBlock
-from holdfast.format.partition import Cells, cells_of
+from holdfast.format.partition import Cells, cells_of, is_too_long
 from holdfast.geometry import Int64s, Shape, coverage_fault
 from holdfast.plan.divide import as_grid
 from holdfast.wording import count
@@ -94,15 +95,33 @@ def uncovered(tensor: ForeignTensor) -> str | None:
     room = np.asarray(tensor.shape, np.int64) - tensor.starts
     if ((tensor.starts < 0) | (tensor.sizes < 0) | (tensor.sizes > room)).any():
         return f"has a part outside its shape {list(tensor.shape)}"
-    filled = (tensor.sizes > 0).all(axis=1)
-    starts, sizes = tensor.starts[filled], tensor.sizes[filled]
-    if not tensor.shape:
-        return None if len(starts) == 1 else f"is stored {count(len(starts), 'time')}"
-    fault = coverage_fault([tensor.shape], np.zeros(len(starts), np.int64), starts, sizes)
+    _, rows = _cells(tensor)
+    num_axes = len(tensor.shape)
+    if not num_axes:
+        return None if len(rows) == 1 else f"is stored {count(len(rows), 'time')}"
+    if not len(rows) and not prod(tensor.shape):
+        return None
+    cuts = as_grid(rows, tensor.shape)
+    if cuts is not None and not any(axis[0] for axis in cuts):
+        return None
+    if is_too_long(len(rows), num_axes):
+        return f"has {count(len(rows), 'part')} that form no grid: too many to check"
+    fault = coverage_fault([tensor.shape], np.zeros(len(rows), np.int64), rows[:, :num_axes], rows[:, num_axes:])
     if fault is None:
         return None
     times = f"is stored {count(fault.times, 'time')}" if fault.times else "is not stored"
     return f"is not whole: its element {list(fault.index)} {times}"
+
+
+def _cells(tensor: ForeignTensor) -> tuple[Int64s, Int64s]:
+    """The numbers of the parts of a tensor that have elements, in the order of cells, and their starts and sizes as
+    rows."""
+    numbers = np.flatnonzero((tensor.sizes > 0).all(axis=1))
+    rows = np.concatenate([tensor.starts, tensor.sizes], axis=1)[numbers]
+    if not tensor.shape:
+        return numbers, rows
+    order = np.lexsort(rows[:, : len(tensor.shape)].T[::-1])
+    return numbers[order], rows[order]
 
 
 class StateTables:
@@ -118,11 +137,7 @@ class StateTables:
 
     def add(self, tensor: ForeignTensor) -> Int64s:
         """Add a tensor. Returns the numbers of its parts in the order of its cells; parts without elements are none."""
-        numbers = np.flatnonzero((tensor.sizes > 0).all(axis=1))
-        rows = np.concatenate([tensor.starts, tensor.sizes], axis=1)[numbers]
-        if rows.shape[1]:
-            order = np.lexsort(rows[:, : len(tensor.shape)].T[::-1])
-            numbers, rows = numbers[order], rows[order]
+        numbers, rows = _cells(tensor)
         partition = self._partition(rows, tensor.shape, tensor.files[numbers])
         self._names.append(tensor.name)
         dtypes, shapes, partitions = self._columns
