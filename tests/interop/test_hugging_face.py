@@ -181,6 +181,22 @@ def test_no_run_continues_from_a_foreign_folder_and_the_log_says_that_nothing_wa
     assert holdfast.save(sharded.parent / "new", live, 0).place == "1.1"
 
 
+def test_a_new_run_begins_with_a_foreign_folder_and_forks_none(sharded: Path) -> None:
+    live = {name: torch.zeros_like(tensor) for name, tensor in some_tensors().items()}
+    run = sharded.parent / "run"
+    with holdfast.Checkpointer(run, live, initial=sharded, memory=None) as checkpointer:
+        report = checkpointer.restore()
+        assert (report.step, report.next_step) == (None, 0)
+        assert bits(live["model.embed.weight"]) == bits(some_tensors()["model.embed.weight"])
+        checkpointer.save(0)
+        checkpointer.wait()
+    assert holdfast.open(run).step == 0
+    forking = holdfast.Checkpointer(sharded.parent / "fork", live, initial=sharded, memory=None, fork=True)
+    with forking, pytest.raises(holdfast.ConfigurationError) as caught:
+        forking.restore()
+    assert caught.value.code == "config.fork"
+
+
 def test_a_lone_file_is_found_by_its_path_and_a_text_file_is_not(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(holdfast.NotFoundError):
