@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -303,6 +304,17 @@ def test_parts_of_a_tensor_that_form_no_grid_are_read(folder: Path) -> None:
     view = holdfast.open(folder.parent / "ragged")
     assert torch.equal(view["w"][...], table)
     assert torch.equal(view["w"][1:4, ::2], table[1:4, ::2])
+
+
+def test_metadata_of_older_torch_is_read(folder: Path) -> None:
+    """Torch before 2.4 pickled the properties of tensors by a class of another module, and Python before 3.13 paths."""
+    metadata = metadata_of(folder)
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.properties = OldProperties(dtype=entry.properties.dtype)  # type: ignore[assignment]
+    for protocol in (2, 4, 5):
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+        assert bits(holdfast.open(folder)["model/half"][...]) == bits(some_state()["model"]["half"])
 
 
 def test_items_of_another_tensor_are_refused_by_their_shape_and_dtype(folder: Path) -> None:

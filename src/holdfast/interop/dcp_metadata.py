@@ -16,10 +16,13 @@ from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _TENSOR: Final = f"{_METADATA} TensorStorageMetadata"
 _BYTES: Final = f"{_METADATA} BytesStorageMetadata"
+#: The module in which torch before 2.4 had the properties of tensors.
+_OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
 #: Versions of Python write the names of these classes in several ways; none of them is looked at.
 _UNREAD: Final = (
     f"{_METADATA} StorageMeta",
     f"{_METADATA} _MEM_FORMAT_ENCODING",
+    f"{_OLD} MEM_FORMAT_ENCODING",
     "torch.serialization _get_layout",
     *(
         f"{module} {name}"
@@ -34,6 +37,7 @@ _GLOBALS: Final[Globals] = {
         _BYTES,
         f"{_METADATA} Metadata",
         f"{_METADATA} TensorProperties",
+        f"{_OLD} TensorProperties",
         f"{_METADATA} ChunkStorageMetadata",
         f"{_METADATA} MetadataIndex",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
