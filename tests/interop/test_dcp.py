@@ -25,17 +25,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
 # Stock DCP warns where there is one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 ROWS, COLUMNS = 37, 65_537
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def some_state(seed: int = 0) -> dict[str, Any]:
@@ -175,7 +171,9 @@ def load_elsewhere(folder: str) -> list[bytes]:
     holdfast.load(folder, {"model": {"weight": columns}}, select="model", timeout_s=40)
     stock = {"model": {"weight": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)])}}
     dcp.load(stock, checkpoint_id=folder)
-    return [bits(part) for part in (net.weight.to_local(), columns.to_local(), stock["model"]["weight"].to_local())]
+    return [
+        bits(part.detach()) for part in (net.weight.to_local(), columns.to_local(), stock["model"]["weight"].to_local())
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 from holdfast.mapping import Rename
 from tests.interop.hf_folders import INDEX, shard_name, some_tensors, write_index, write_sharded
+from tests.support.bound import bits
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -32,11 +33,6 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict({"embed": nn.Embedding(700, 512)})
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def key(name: str) -> str:

@@ -21,13 +21,9 @@ from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.interop.hf_folders import some_tensors, write_sharded
+from tests.support.bound import bits
 from tests.support.command_line import holdfast_command
 from tests.support.ranks import run_ranks
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_a_hugging_face_folder_becomes_a_run_that_is_verified_and_loaded(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast.format.container import Entry, FileLayout, Files
 from holdfast.format.dtypes import CARRIERS
 from holdfast.format.records import Commit, FileSeal, Place
 from holdfast.format.values import Node
-from holdfast.geometry import Box, flat_boxes
+from holdfast.geometry import flat_boxes
 from holdfast.interop.given_places import ForeignTensor, StateTables
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.meter import Meter
@@ -134,12 +134,9 @@ class _StateSource:
             itemsize = int(self._state.files.itemsizes[entry.tensor])
             held = out[at - start : stop - start].view(CARRIERS[itemsize])
             first = (at - entry.offset) // itemsize
-            for offset, box in _boxes(self._state.manifest.shape(entry.tensor), first, len(held)):
+            shape = self._state.manifest.shape(entry.tensor)
+            for offset, box in flat_boxes(shape, first, first + len(held)):
                 wants.append(ReadRequest(entry.tensor, box))
                 arrays.append(held[offset : offset + box.numel].reshape(box.size))
             at = stop
         self._state.read(wants, ArrayTargets(arrays))
-
-
-def _boxes(shape: tuple[int, ...], first: int, numel: int) -> list[tuple[int, Box]]:
-    return list(flat_boxes(shape, first, first + numel))
