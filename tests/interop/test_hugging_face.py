@@ -139,6 +139,28 @@ def test_ranks_take_rows_and_columns_of_tensors_that_nobody_divided(sharded: Pat
     assert parts == [[bits(rows), bits(columns.contiguous())] for rows, columns in wanted]
 
 
+def load_own(*paths: str) -> tuple[str, bool]:
+    """Each rank loads the path with its number; returns the error's code, and whether its tensor kept its elements."""
+    live = {"w": torch.full((3,), -1.0)}
+    try:
+        holdfast.load(paths[torch.distributed.get_rank()], live, timeout_s=40)
+    except holdfast.HoldfastError as error:
+        return error.code, bool((live["w"] == -1).all())
+    return "", False
+
+
+def test_ranks_that_see_different_folders_load_nothing(tmp_path: Path) -> None:
+    for number, tensor in enumerate((torch.zeros(3), torch.zeros(3), torch.zeros(4))):
+        (tmp_path / str(number)).mkdir()
+        save_file({"w": tensor}, tmp_path / str(number) / "model.safetensors")
+    one, twin, other = (str(tmp_path / str(number)) for number in range(3))
+    assert run_ranks(2, load_own, one, twin) == [("", False)] * 2  # one folder at two mount points
+    assert run_ranks(2, load_own, one, other) == [("storage.not_shared", True)] * 2
+    assert run_ranks(2, load_own, one, str(tmp_path / "gone")) == [("not_found.run", True)] * 2
+    (tmp_path / "0" / "model.safetensors").write_bytes(b"x")
+    assert run_ranks(2, load_own, one, one) == [("corrupt.foreign", True)] * 2
+
+
 def test_tied_weights_that_are_stored_once_fill_both_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
