@@ -16,7 +16,7 @@ from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import shown
 from holdfast.geometry import Int64s
 from holdfast.interop.dcp_metadata import DcpMetadata, Item, TensorItems, decode_metadata, name_of
-from holdfast.interop.dcp_values import DcpNodes
+from holdfast.interop.dcp_values import dcp_nodes
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces, uncovered
 from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
@@ -60,7 +60,7 @@ class DcpFormat:
             files,
             kind=DcpFormat.kind,
             identity=xxhash.xxh3_128_hexdigest(data),
-            nodes=DcpNodes(folder, metadata),
+            nodes=dcp_nodes(folder, metadata),
         )
 
 

@@ -31,7 +31,7 @@ class WeightFiles(NamedTuple):
     """The names of the files of one model, and the file of each tensor where the folder has an index."""
 
     files: Sequence[str]
-    index: Mapping[str, str] | None
+    file_of: Mapping[str, str] | None
 
 
 def find_weight_files(folder: ForeignFolder, names: Sequence[str], *, first: str) -> WeightFiles:
