@@ -6,16 +6,17 @@ Names are those that a live state of the same form has, also inside optimizers (
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import RLock
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError, StateError
 from holdfast.format import values
-from holdfast.format.names import join
-from holdfast.format.values import Leaf, Node, Open, TensorRef, TorchValue
+from holdfast.format.names import join, rank_component
+from holdfast.format.values import Leaf, Node, Open, PerRankNode, TensorRef, TorchValue
+from holdfast.interop.item_places import TensorItems
 from holdfast.interop.pickle_machine import PickledObject, PickleError
 from holdfast.interop.torch_globals import PickledTensor, TorchSize
 from holdfast.interop.torch_optimizers import optimizer_parts
@@ -25,11 +26,22 @@ _MAX_NODES: Final = 1 << 20
 _CONTAINERS: Final = (dict, OrderedDict, Counter, list, tuple)
 
 
+class RankParts(NamedTuple):
+    """A value of which each of `world_size` ranks has a part of its own."""
+
+    parts: Mapping[int, object]
+    world_size: int
+
+
 @dataclass(frozen=True)
 class PickledTree:
-    """The tensors of an object, and its nodes; in place of the node of what is no value, the reason."""
+    """The tensors of an object, those in a pickle and those in `items` of files, and its nodes.
+
+    In place of the node of what is no value stands the reason.
+    """
 
     tensors: dict[str, PickledTensor] = field(default_factory=dict)
+    items: dict[str, TensorItems] = field(default_factory=dict)
     nodes: dict[str, Node | PickleError] = field(default_factory=dict)
 
 
@@ -67,7 +79,7 @@ class CheckedNodes(Mapping[str, Node]):
 def nodes_of(name: str, value: object) -> dict[str, Node]:
     """The nodes of one value, at and below `name`. Raises `PickleError` for what is no value."""
     tree = pickled_tree(name, value)
-    if tree.tensors:
+    if tree.tensors or tree.items:
         raise PickleError("a tensor is inside a value")
     nodes: dict[str, Node] = {}
     for path, node in tree.nodes.items():
@@ -78,7 +90,10 @@ def nodes_of(name: str, value: object) -> dict[str, Node]:
 
 
 def pickled_tree(name: str, value: object) -> PickledTree:
-    """The tree of `value`, whose root has this name. Raises `PickleError` for one without an end."""
+    """The tree of `value`, whose root has this name. An error in it stands for what could not be read.
+
+    Raises `PickleError` for a tree without an end.
+    """
     tree, dicts = PickledTree(), set[str]()
     left: list[tuple[str, object]] = [(name, value)]
     while left:
@@ -88,6 +103,12 @@ def pickled_tree(name: str, value: object) -> PickledTree:
         if isinstance(item, PickledTensor):
             tree.tensors[path] = item
             tree.nodes[path] = TensorRef()
+        elif isinstance(item, TensorItems):
+            tree.items[path] = item
+            tree.nodes[path] = TensorRef()
+        elif isinstance(item, RankParts):
+            tree.nodes[path] = PerRankNode(item.world_size)
+            left += [(join(path, rank_component(rank)), part) for rank, part in item.parts.items()]
         elif (parts := optimizer_parts(item)) is not None:
             tree.nodes[path] = Open("optimizer")
             tree.nodes.update((join(path, below), node) for below, node in parts.nodes)
@@ -102,13 +123,15 @@ def pickled_tree(name: str, value: object) -> PickledTree:
                 dicts.add(path)
             left += [(join(path, child), part) for child, part in children]
     # A dict with tensors may be that of a module, whose node lists no entries.
-    tree.nodes.update(dict.fromkeys(_above(tree.tensors) & dicts, Open("dict")))
+    tree.nodes.update(dict.fromkeys(_above([*tree.tensors, *tree.items]) & dicts, Open("dict")))
     return tree
 
 
 def _node(item: object, path: str) -> tuple[Node, Sequence[tuple[str, object]]]:
     """The node of a value, and its children. Raises `PickleError` or `StateError` for what is no value."""
     leaf: Leaf | None
+    if isinstance(item, PickleError):
+        raise item
     if isinstance(item, TorchSize):
         leaf = TorchValue("size", ",".join(map(str, item)))
     else:
@@ -121,7 +144,7 @@ def _node(item: object, path: str) -> tuple[Node, Sequence[tuple[str, object]]]:
     raise PickleError(f"it has an object of {kind}, which is no value")
 
 
-def _above(names: Mapping[str, object]) -> set[str]:
+def _above(names: Iterable[str]) -> set[str]:
     """The paths of all containers that hold one of `names`."""
     found: set[str] = set()
     for name in names:
