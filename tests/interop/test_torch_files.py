@@ -222,6 +222,53 @@ def test_lightning_keys_become_names_of_a_state_by_two_rules(tmp_path: Path) -> 
     assert described(live["optimizer"].state_dict()) == described(optimizer.state_dict())  # type: ignore[attr-defined]
 
 
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("ignore")  # Lightning warns of small data, and of functions of torch that it uses
+def test_a_checkpoint_of_lightning_itself_goes_on_in_a_module_and_its_optimizer(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    class Regression(pl.LightningModule):  # type: ignore[misc]
+        def __init__(self, width: int = 3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.inner = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+            loss: torch.Tensor = self.inner(batch).square().mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def loader() -> Any:
+        return torch.utils.data.DataLoader(torch.randn(12, 4), batch_size=4)  # type: ignore[arg-type]
+
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path
+    )
+    trained = Regression()
+    trainer.fit(trained, loader())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    live = Regression()
+    (optimizer,), (scheduler,) = live.configure_optimizers()
+    state = {"model": live, "optimizer": optimizer, "scheduler": scheduler, "global_step": 0}
+    rules = [
+        Rename("state_dict/{x:**}", "model/{x}"),
+        Rename("optimizer_states/0", "optimizer"),
+        Rename("lr_schedulers/0", "scheduler"),
+    ]
+    holdfast.load(tmp_path / "last.ckpt", state, mapping=rules, select=list(state))
+    saved = stock(tmp_path / "last.ckpt")
+    assert state["global_step"] == 6
+    assert described(dict(live.state_dict())) == described(dict(saved["state_dict"]))
+    assert described(optimizer.state_dict()) == described(saved["optimizer_states"][0])
+    assert scheduler.state_dict() == saved["lr_schedulers"][0]
+    tree: Any = holdfast.open(tmp_path / "last.ckpt").tree()
+    assert tree["hyper_parameters"] == {"width": 3}
+    assert tree["loops"]["fit_loop"]["epoch_progress"] == saved["loops"]["fit_loop"]["epoch_progress"]
+
+
 def save_gathered(path: str) -> None:
     """As jobs of FSDP do that gather a full state on rank 0."""
     torch.manual_seed(0)
@@ -394,6 +441,23 @@ def test_one_name_in_two_files_without_an_index_is_refused(tmp_path: Path) -> No
 
 
 # --- what is refused ---
+
+
+def test_a_small_file_cannot_unfold_to_a_huge_table(tmp_path: Path) -> None:
+    value: object = 1
+    for _ in range(40):
+        value = {"k" * 50_000: value, "l": value}
+    path = write(tmp_path / "a.pt", {"w": torch.ones(2), "x": value})
+    with pytest.raises(holdfast.IncompatibleError, match="refers to one object too often"):
+        holdfast.open(path)
+
+
+def test_a_tensor_that_repeats_one_element_for_ever_is_refused_before_it_needs_memory(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.pt", {"w": torch.ones(1).expand(1 << 50), "v": torch.ones(1)})
+    view = holdfast.open(path)
+    assert view.names() == ["v"]
+    with pytest.raises(holdfast.IncompatibleError, match=r"holds w in another order .* \(strides \[0\]\)"):
+        view.tree()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -182,6 +182,18 @@ def test_shards_of_ranks_become_rows_and_columns_of_another_number_of_ranks(
     assert [view[f"extra/own/%rank={rank}"][0].item() for rank in range(before)] == list(range(before))
 
 
+def load_own(folder: str) -> tuple[int, list[float]]:
+    """What this rank had for itself."""
+    live: dict[str, dict[str, Any]] = {"extra": {"rank": holdfast.PerRank(-1), "own": holdfast.PerRank(torch.zeros(3))}}
+    holdfast.load(folder, live, select=["extra/rank", "extra/own"], timeout_s=40)
+    return live["extra"]["rank"].value, live["extra"]["own"].value.tolist()
+
+
+def test_each_rank_gets_back_what_it_had_for_itself(tmp_path: Path) -> None:
+    run_ranks(2, take_sharded, str(tmp_path / "snapshot"))
+    assert run_ranks(2, load_own, str(tmp_path / "snapshot")) == [(0, [0, 0, 0]), (1, [1, 1, 1])]
+
+
 # --- what is refused ---
 
 

@@ -21,8 +21,10 @@ from holdfast.interop.pickle_machine import PickledObject, PickleError
 from holdfast.interop.torch_globals import PickledTensor, TorchSize
 from holdfast.interop.torch_optimizers import optimizer_parts
 
-#: Most nodes of one tree: a pickle can refer to one object many times, and a table cannot.
+#: Most nodes of one tree, and most characters of their paths: a pickle can refer to one object many times, and a table
+#: cannot.
 _MAX_NODES: Final = 1 << 20
+_MAX_CHARACTERS: Final = 1 << 28
 _CONTAINERS: Final = (dict, OrderedDict, Counter, list, tuple)
 
 
@@ -96,9 +98,12 @@ def pickled_tree(name: str, value: object) -> PickledTree:
     """
     tree, dicts = PickledTree(), set[str]()
     left: list[tuple[str, object]] = [(name, value)]
+    num_characters = 0
     while left:
         path, item = left.pop()
-        if path.count("/") > name.count("/") + values.MAX_DEPTH or len(tree.nodes) > _MAX_NODES:
+        num_characters += len(path)
+        is_deep = path.count("/") > name.count("/") + values.MAX_DEPTH
+        if is_deep or len(tree.nodes) > _MAX_NODES or num_characters > _MAX_CHARACTERS:
             raise PickleError("it is nested too deeply, or refers to one object too often")
         if isinstance(item, PickledTensor):
             tree.tensors[path] = item

@@ -16,14 +16,11 @@ _MAX_PARTS: Final = 1 << 16
 
 
 class StridedParts(NamedTuple):
-    """The boxes of a tensor (arrays ``[parts, axes]``) and the place of each in the storage, in elements.
-
-    The places are None for a tensor that would be too many boxes, such as the transpose of a large matrix.
-    """
+    """The boxes of a tensor (arrays ``[parts, axes]``), and the place of each in the storage, in elements."""
 
     starts: Int64s
     sizes: Int64s
-    firsts: Int64s | None
+    firsts: Int64s
 
 
 def is_possible(tensor: PickledTensor) -> bool:
@@ -46,20 +43,22 @@ def is_row_major(tensor: PickledTensor) -> bool:
     return len(tensor.shape) == len(tensor.strides) and not _num_outer(tensor)
 
 
-def strided_parts(tensor: PickledTensor) -> StridedParts:
-    """The largest boxes of a possible tensor that are in row-major order in its storage. An empty one has one box."""
-    shape, num_rows = np.asarray(tensor.shape, np.int64), _num_outer(tensor)
-    outer = tensor.shape[:num_rows]
-    if not prod(tensor.shape) or not num_rows or prod(outer) > _MAX_PARTS:
-        is_cut = bool(num_rows) and bool(prod(tensor.shape))
-        firsts = None if is_cut else np.asarray([tensor.first], np.int64)
-        return StridedParts(np.zeros((1, len(shape)), np.int64), shape[None], firsts)
-    starts = np.zeros((prod(outer), len(shape)), np.int64)
-    left = np.arange(len(starts))
-    for axis in reversed(range(num_rows)):
+def strided_parts(tensor: PickledTensor) -> StridedParts | None:
+    """The largest boxes of a possible tensor that are in row-major order in its storage. An empty one has one box.
+
+    None for a tensor that would be too many boxes, such as the transpose of a large matrix.
+    """
+    shape = np.asarray(tensor.shape, np.int64)
+    num_outer = _num_outer(tensor) if prod(tensor.shape) else 0
+    num_parts = prod(tensor.shape[:num_outer])
+    if num_parts > _MAX_PARTS:
+        return None
+    starts = np.zeros((num_parts, len(shape)), np.int64)
+    left = np.arange(num_parts)
+    for axis in reversed(range(num_outer)):
         left, starts[:, axis] = np.divmod(left, shape[axis])
-    sizes = np.tile(shape, (len(starts), 1))
-    sizes[:, :num_rows] = 1
+    sizes = np.tile(shape, (num_parts, 1))
+    sizes[:, :num_outer] = 1
     return StridedParts(starts, sizes, tensor.first + starts @ np.asarray(tensor.strides, np.int64))
 
 

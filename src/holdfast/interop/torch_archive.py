@@ -51,6 +51,7 @@ class Windows:
         self._nbytes = nbytes
         self._lock = RLock()
         self._key, self._start, self._data = "", 0, b""
+        self._sizes: dict[str, int] = {}
 
     def read(self, key: str, start: int, nbytes: int) -> bytes:
         """Bytes of a file that has at least so many."""
@@ -59,7 +60,9 @@ class Windows:
         with self._lock:
             if key != self._key or not self._start <= start <= start + nbytes <= self._start + len(self._data):
                 low = start // _PAGE_NBYTES * _PAGE_NBYTES
-                held = max(min(self._nbytes, (self._storage.nbytes(key) or 0) - low), start + nbytes - low)
+                if key not in self._sizes:
+                    self._sizes[key] = self._storage.nbytes(key) or 0
+                held = max(min(self._nbytes, self._sizes[key] - low), start + nbytes - low)
                 self._data = self._storage.read(key, start=low, nbytes=held)
                 self._key, self._start = key, low
             return self._data[start - self._start : start - self._start + nbytes]

@@ -21,7 +21,7 @@ from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces
 from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
 from holdfast.interop.pickled_tree import CheckedNodes, PickledTree, pickled_tree
-from holdfast.interop.strided_parts import behind, is_possible, strided_parts
+from holdfast.interop.strided_parts import StridedParts, behind, is_possible, strided_parts
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor
 from holdfast.interop.torch_optimizers import optimizer_parts
@@ -34,6 +34,8 @@ _FIRST: Final = "pytorch_model.bin"
 _ZIP: Final = b"PK\x03\x04"
 #: What the format before torch 1.6 begins with: a pickle of a number.
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+#: Most parts of all tensors of a file together, unless each is one.
+_MAX_PARTS: Final = 1 << 20
 #: Memory for the headers of an archive's entries: they lie far apart, so larger reads would be wasted.
 _WINDOW_NBYTES: Final = 4096
 
@@ -139,10 +141,24 @@ def _state(folder: ForeignFolder, saved: Sequence[_SavedFile]) -> ForeignState:
         homes.update((name, _SavedTensor(number, tensor)) for name, tensor in each.tree.tensors.items())
     nodes[""] = Open("dict")
     aliases = _aliases(homes)
-    named = [(name, homes[name]) for name in sorted(homes.keys() - aliases.keys())]
-    offsets = _StorageOffsets(folder, saved, named)
-    sizes = [each.nbytes for each in saved]
-    places = GivenPlaces(offsets.tensors, sizes, offsets.find, aliases=aliases)
+    whole: list[_DividedTensor] = []
+    num_parts = 0
+    for name in sorted(homes.keys() - aliases.keys()):
+        file, tensor = homes[name]
+        parts = strided_parts(tensor)
+        if parts is None or num_parts + len(parts.firsts) > max(_MAX_PARTS, len(homes)):
+            names = [name, *(alias for alias, of in aliases.items() if of == name)]
+            aliases = {alias: of for alias, of in aliases.items() if of != name}
+            nodes.update((each, _too_scattered(folder.path(saved[file].file), each, tensor)) for each in names)
+            continue
+        num_parts += len(parts.firsts)
+        whole.append(_DividedTensor(name, homes[name], parts))
+    places = GivenPlaces(
+        [each.foreign() for each in whole],
+        [each.nbytes for each in saved],
+        _StorageOffsets(folder, saved, whole).find,
+        aliases=aliases,
+    )
     return ForeignState(
         folder,
         places,
@@ -151,6 +167,12 @@ def _state(folder: ForeignFolder, saved: Sequence[_SavedFile]) -> ForeignState:
         identity=digest.hexdigest(),
         nodes=CheckedNodes(partial(dict, nodes)),
     )
+
+
+def _too_scattered(path: str, name: str, tensor: PickledTensor) -> HoldfastError:
+    what = f"holds {shown(name):.200} in another order than row by row (strides {list(tensor.strides)})"
+    action = "Load the file with torch.load, and save that tensor again after .contiguous()."
+    return unreadable(path, what, action=action)
 
 
 def _refused(path: str, name: str, error: PickleError) -> HoldfastError:
@@ -167,47 +189,45 @@ def _aliases(homes: Mapping[str, _SavedTensor]) -> dict[str, str]:
     return {name: min(names) for names in alike.values() for name in names if name != min(names)}
 
 
-class _StorageOffsets:
-    """The tensors of the files, and the offsets of their parts. Where the entry of a storage begins is read when it is
-    first asked for."""
+class _DividedTensor(NamedTuple):
+    """A tensor that is read, and its parts."""
 
-    def __init__(
-        self, folder: ForeignFolder, saved: Sequence[_SavedFile], named: Sequence[tuple[str, _SavedTensor]]
-    ) -> None:
+    name: str
+    saved: _SavedTensor
+    parts: StridedParts
+
+    def foreign(self) -> ForeignTensor:
+        """The tensor with its parts in its file."""
+        (file, tensor), parts = self.saved, self.parts
+        files = np.full(len(parts.firsts), file, np.int64)
+        return ForeignTensor(self.name, tensor.dtype, tensor.shape, parts.starts, parts.sizes, files)
+
+
+class _StorageOffsets:
+    """The offsets of the parts of tensors. Where the entry of a storage begins is read when it is first asked for."""
+
+    def __init__(self, folder: ForeignFolder, saved: Sequence[_SavedFile], tensors: Sequence[_DividedTensor]) -> None:
         self._folder = folder
         self._saved = saved
-        self._named = named
-        self.tensors: list[ForeignTensor] = []
-        #: For each part, the number of its tensor in `named`, and its place in the storage in bytes; -1: refused.
-        owners: list[Int64s] = []
-        firsts: list[Int64s] = []
-        for number, (name, (file, tensor)) in enumerate(named):
-            parts = strided_parts(tensor)
-            count = len(parts.starts)
-            files = np.full(count, file, np.int64)
-            self.tensors.append(ForeignTensor(name, tensor.dtype, tensor.shape, parts.starts, parts.sizes, files))
-            owners.append(np.full(count, number, np.int64))
-            itemsize = DTYPES[tensor.dtype].itemsize
-            firsts.append(np.full(count, -1, np.int64) if parts.firsts is None else parts.firsts * itemsize)
+        self._tensors = tensors
         nothing = np.zeros(0, np.int64)
-        self._owners: Int64s = np.concatenate([nothing, *owners])
+        counts = [len(each.parts.firsts) for each in tensors]
+        #: For each part, the number of its tensor, and its place in the storage in bytes.
+        self._owners: Int64s = np.repeat(np.arange(len(tensors)), counts)
+        firsts = (each.parts.firsts * DTYPES[each.saved.tensor.dtype].itemsize for each in tensors)
         self._firsts: Int64s = np.concatenate([nothing, *firsts])
         self._starts: dict[tuple[int, str], int] = {}
 
     def find(self, file: int, numbers: Int64s) -> Int64s:
         """As `OffsetsOf`."""
-        owners = self._owners[numbers]
-        refused = owners[self._firsts[numbers] < 0]
-        if len(refused):
-            raise self._too_scattered(int(refused[0]))
-        needed, at = np.unique(owners, return_inverse=True)
+        needed, at = np.unique(self._owners[numbers], return_inverse=True)
         starts = np.asarray([self._start(file, owner) for owner in needed.tolist()], np.int64)
         found: Int64s = starts[at] + self._firsts[numbers]
         return found
 
     def _start(self, file: int, owner: int) -> int:
         """The offset of the storage of a tensor."""
-        name, (_, tensor) = self._named[owner]
+        name, (_, tensor), _ = self._tensors[owner]
         key = file, tensor.storage.key
         start = self._starts.get(key)
         if start is None:
@@ -217,9 +237,3 @@ class _StorageOffsets:
                 path = self._folder.path(self._saved[file].file)
                 raise damaged(path, f"holds no {shown(name):.200}: {error}", tensor=name) from error
         return start
-
-    def _too_scattered(self, owner: int) -> HoldfastError:
-        name, (file, tensor) = self._named[owner]
-        what = f"holds {shown(name):.200} in another order than row by row (strides {list(tensor.strides)})"
-        action = "Load the file with torch.load, and save that tensor again after .contiguous()."
-        return unreadable(self._folder.path(self._saved[file].file), what, action=action)
