@@ -46,8 +46,8 @@ def test_signals_at_any_instant_leave_a_state_to_resume_from(tmp_path: Path, nod
     for number in range(NUM_SIGNALS):
         run, is_new = tmp_path / f"run{number // NUM_PER_RUN}", number % NUM_PER_RUN == 0
         before = -1 if is_new else holdfast.open(run).step
-        # A resumed job is hit from its first moment on: imports, rendezvous and restore included. (A new one is started,
-        # trains for a second on average, and ends, so that half of the resumed jobs have begun to train.)
+        # A resumed job is hit from its first moment on: imports, rendezvous and restore included. A new one starts,
+        # trains for a second on average, and ends; in twice that time, half of the resumed jobs have begun to train.
         delay_s = draw.uniform(0, 2) if is_new else draw.uniform(0, 2 * start_s)
         begin_s = time.monotonic()
         ends, err = preempted(script, run, node_dir, delay_s, trains=is_new)

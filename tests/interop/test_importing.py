@@ -108,3 +108,14 @@ def test_an_import_takes_little_memory_and_no_torch(tmp_path: Path) -> None:
         "assert grown < 48 << 10, grown\n"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path / "hf", tmp_path / "run"], check=True, capture_output=True)
+
+
+def test_tied_weights_of_a_torch_file_stay_tied_in_the_run(tmp_path: Path) -> None:
+    weight, run = torch.arange(12.0).reshape(3, 4), tmp_path / "run"
+    torch.save({"embed": weight, "head": weight}, tmp_path / "tied.pt")
+    assert holdfast_command("import", tmp_path / "tied.pt", run, "--step", "1").status == 0
+    view = holdfast.open(run)
+    assert (view.names(), dict(view.aliases)) == (["embed"], {"head": "embed"})
+    tied = torch.zeros(3, 4)
+    holdfast.load(run, {"embed": tied, "head": tied})
+    assert bits(tied) == bits(weight)

@@ -18,6 +18,7 @@ from holdfast.format.values import Node, Plain, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.factored_slots import factor_like
 from holdfast.frameworks.optimizer_order import check_order
+from holdfast.frameworks.optimizer_positions import as_stored
 from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
 from holdfast.frameworks.scheduler_lists import check_lists
 from holdfast.frameworks.stateful import writing
@@ -218,8 +219,8 @@ def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> Inc
 def _match(
     path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
 ) -> Iterator[NamedTensor]:
-    """The group's parameters that the checkpoint has. Reports the others as missing."""
-    for entry in named_parameters(path, index, group, source):
+    """The group's parameters that the checkpoint has, under their names there. Reports the others as missing."""
+    for entry in as_stored(path, index, named_parameters(path, index, group, source), saved.group_of):
         name = saved.group_names.get(entry.name)
         if name is None:
             source.missing(join(path, "group_of", component(entry.name)))

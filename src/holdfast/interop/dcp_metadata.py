@@ -10,6 +10,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join
 from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
+from holdfast.interop.item_places import Item, TensorItems
 from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects, unpickled
 from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
 
@@ -49,28 +50,17 @@ _GLOBALS: Final[Globals] = {
 StatePath = tuple[str | int, ...]
 
 
-class Item(NamedTuple):
-    """One item of a file: its first byte and its size. `transforms` names what its bytes were put through."""
-
-    file: str
-    start: int
-    nbytes: int
-    transforms: tuple[str, ...]
-
-
-class TensorItems(NamedTuple):
-    """A tensor, and its parts with the item of each."""
+class DcpTensor(NamedTuple):
+    """A tensor by its path in the state."""
 
     path: StatePath
-    dtype: str
-    shape: Shape
-    parts: list[tuple[Box, Item]]
+    items: TensorItems
 
 
 class DcpMetadata(NamedTuple):
     """The content of a folder, by the flat names of DCP."""
 
-    tensors: Mapping[str, TensorItems]
+    tensors: Mapping[str, DcpTensor]
     values: Mapping[str, tuple[StatePath, Item]]
 
 
@@ -99,7 +89,7 @@ def _decoded(data: bytes) -> DcpMetadata:
     metadata = _fields(unpickled(data, _GLOBALS), f"{_METADATA} Metadata")
     paths = metadata.get("planner_data") or {}
     homes = _homes(metadata["storage_data"])
-    tensors: dict[str, TensorItems] = {}
+    tensors: dict[str, DcpTensor] = {}
     values: dict[str, tuple[StatePath, Item]] = {}
     for name, entry in metadata["state_dict_metadata"].items():
         path = _path(paths.get(name, (name,)))
@@ -153,7 +143,7 @@ def _home(name: str, at: Shape | None, homes: Mapping[tuple[str, Shape | None], 
 
 def _tensor(
     name: str, path: StatePath, entry: Mapping[str, Any], homes: Mapping[tuple[str, Shape | None], Item]
-) -> TensorItems:
+) -> DcpTensor:
     properties = entry["properties"]
     if not isinstance(properties, PickledObject) or not isinstance(properties.state, tuple):
         raise PickleError(f"tensor {name!r:.200} has no properties")
@@ -165,4 +155,4 @@ def _tensor(
         fields = _fields(chunk, f"{_METADATA} ChunkStorageMetadata")
         box = Box(shape_of(fields["offsets"]), shape_of(fields["sizes"]))
         parts.append((box, _home(name, box.start, homes)))
-    return TensorItems(path, dtype.text, shape_of(entry["size"]), parts)
+    return DcpTensor(path, TensorItems(dtype.text, shape_of(entry["size"]), parts))

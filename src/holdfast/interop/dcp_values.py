@@ -2,95 +2,48 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from functools import cached_property
-from threading import RLock
-from typing import Final
+from collections.abc import Mapping
+from functools import partial
 
 from holdfast.errors import HoldfastError
-from holdfast.format import values
-from holdfast.format.names import component, join, shown
-from holdfast.format.values import Items, Node, Open, TableNode, TensorRef, TorchValue
-from holdfast.interop.dcp_metadata import DcpMetadata, Item, StatePath, name_of
+from holdfast.format.names import component, shown
+from holdfast.format.values import Items, Node, Open, TableNode, TensorRef
+from holdfast.interop.dcp_metadata import DcpMetadata, StatePath, name_of
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
+from holdfast.interop.pickled_tree import CheckedNodes, nodes_of
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
-from holdfast.interop.torch_globals import PickledTensor, TorchSize
-
-#: Most nodes of one value: a pickle can refer to one object many times, and a table cannot.
-_MAX_NODES: Final = 1 << 20
 
 
-class DcpNodes(Mapping[str, Node]):
-    """The table of values of a DCP folder. A look-up of what cannot be read raises; listing the paths reads the values
-    once, and lists those that cannot be read, too."""
+def dcp_nodes(folder: ForeignFolder, metadata: DcpMetadata) -> CheckedNodes:
+    """The table of values of a DCP folder."""
+    return CheckedNodes(partial(_table, folder, metadata))
 
-    def __init__(self, folder: ForeignFolder, metadata: DcpMetadata) -> None:
-        self._folder = folder
-        self._metadata = metadata
-        self._lock = RLock()
 
-    def __getitem__(self, path: str) -> Node:
-        found = self._table[path]
-        if isinstance(found, HoldfastError):
-            raise found
-        return found
-
-    def __contains__(self, path: object) -> bool:
-        return path in self._table
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
-
-    @cached_property
-    def _table(self) -> dict[str, Node | HoldfastError]:
-        with self._lock:
-            table: dict[str, Node | HoldfastError] = {}
-            windows = Windows(self._folder.storage)
-            for path, item in sorted(self._metadata.values.values(), key=lambda entry: entry[1][:2]):
-                table.update(self._nodes(name_of(path), item, windows))
-            return {**_containers(self._metadata), **table}
-
-    def _nodes(self, name: str, item: Item, windows: Windows) -> Mapping[str, Node | HoldfastError]:
+def _table(folder: ForeignFolder, metadata: DcpMetadata) -> dict[str, Node | HoldfastError]:
+    table: dict[str, Node | HoldfastError] = {}
+    windows = Windows(folder.storage)
+    for path, item in sorted(metadata.values.values(), key=lambda entry: entry[1][:2]):
         place = ArchivePlace(windows, item.file, item.start, item.nbytes)
-        path = self._folder.path(item.file)
-        try:
-            return nodes_of(name, TorchArchive(place).value())
-        except ForbiddenGlobalError as error:
-            action = "Leave it out with select=, or load it with dcp.load and save it again as plain values."
-            return {name: unreadable(path, f"holds {shown(name):.200}, which is refused: {error}", action=action)}
-        except PickleError as error:
-            return {name: unreadable(path, f"holds {shown(name):.200}, which cannot be read: {error}")}
-        except ArchiveError as error:
-            return {name: damaged(path, f"holds no {shown(name):.200} at byte {item.start}: {error}")}
+        table.update(archived_nodes(folder, name_of(path), place, loader="dcp.load"))
+    return {**_containers(metadata), **table}
 
 
-def nodes_of(name: str, value: object) -> dict[str, Node]:
-    """The nodes of one value, at and below `name`. Raises `PickleError` for what is no value."""
-    found: dict[str, Node] = {}
-    left = [(name, value, 0)]
-    while left:
-        path, item, depth = left.pop()
-        if depth > values.MAX_DEPTH or len(found) > _MAX_NODES:
-            raise PickleError("it is nested too deeply, or refers to one object too often")
-        if isinstance(item, TorchSize):
-            found[path] = TorchValue("size", ",".join(map(str, item)))
-        elif isinstance(item, TorchValue):
-            found[path] = item
-        elif isinstance(item, PickledTensor):
-            raise PickleError("a tensor is inside a value")
-        elif (leaf := values.leaf(item)) is not None:
-            found[path] = leaf
-        elif type(item) in (dict, OrderedDict, list, tuple) and (held := values.container(item, path)) is not None:
-            found[path], children = held
-            left += [(join(path, child), part, depth + 1) for child, part in children]
-        else:
-            raise PickleError(f"it has an object of a type that is no value ({type(item).__name__})")
-    return found
+def archived_nodes(
+    folder: ForeignFolder, name: str, place: ArchivePlace, *, loader: str
+) -> Mapping[str, Node | HoldfastError]:
+    """The nodes of a value that has an archive of its own; an error where it cannot be read. Messages name `loader`, a
+    function that reads it."""
+    path = folder.path(place.key)
+    try:
+        return nodes_of(name, TorchArchive(place).value())
+    except ForbiddenGlobalError as error:
+        action = f"Leave it out with select=, or load it with {loader} and save it again as plain values."
+        return {name: unreadable(path, f"holds {shown(name):.200}, which is refused: {error}", action=action)}
+    except PickleError as error:
+        return {name: unreadable(path, f"holds {shown(name):.200}, which cannot be read: {error}")}
+    except ArchiveError as error:
+        return {name: damaged(path, f"holds no {shown(name):.200} at byte {place.start}: {error}")}
 
 
 def _containers(metadata: DcpMetadata) -> dict[str, Node]:

@@ -68,6 +68,7 @@ class ForeignState(StoredState):
         copies = {file_name(index): (FileCopy(folder.storage, name, Tier.STORAGE),) for index, name in enumerate(files)}
         super().__init__(places.manifest, Catalogue(copies), folder=folder.location.url, places=places)
         self._storage = folder.storage
+        self._names = tuple(files)
         self._record = StateRecord(location=folder.location, identity=identity, kind=kind)
         self._nodes = {"": Open("dict")} if nodes is None else nodes
 
@@ -85,6 +86,10 @@ class ForeignState(StoredState):
     def nodes(self) -> Mapping[str, Node]:
         """As `StoredState.nodes`."""
         return self._nodes
+
+    def key(self, file: int) -> str:
+        """As `DataFiles.key`, but with folders: other systems have files of one name in several."""
+        return self._names[file]
 
 
 def damaged(

@@ -14,6 +14,8 @@ from holdfast.format.records import SEAL_NAME
 from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
 from holdfast.interop.hugging_face import HuggingFaceFormat
+from holdfast.interop.torch_files import TorchFileFormat
+from holdfast.interop.torchsnapshot import TorchSnapshotFormat
 from holdfast.run.history import Located, resolve
 from holdfast.run.paths import Selection, beside
 from holdfast.store.base import Store
@@ -21,7 +23,12 @@ from holdfast.store.timed import timed_alike
 from holdfast.store.urls import open_store
 
 #: Asked in this order.
-FORMATS: Final[tuple[ForeignFormat, ...]] = (DcpFormat(), HuggingFaceFormat())
+FORMATS: Final[tuple[ForeignFormat, ...]] = (
+    DcpFormat(),
+    TorchSnapshotFormat(),
+    HuggingFaceFormat(),
+    TorchFileFormat(),
+)
 
 
 class FoundState(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -35,10 +35,18 @@ class ForeignTensor(NamedTuple):
 class GivenPlaces:
     """The `FilePlaces` of a foreign state: `nbytes` are the sizes of its files, and `offsets_of` finds offsets in them.
 
-    `tensors` are sorted by name, and their parts cover each of them exactly once (`uncovered`).
+    `tensors` are sorted by name, and their parts cover each of them exactly once (`uncovered`). `aliases` are other
+    names of them.
     """
 
-    def __init__(self, tensors: Sequence[ForeignTensor], nbytes: Sequence[int], offsets_of: OffsetsOf) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[ForeignTensor],
+        nbytes: Sequence[int],
+        offsets_of: OffsetsOf,
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._nbytes = nbytes
         self._offsets_of = offsets_of
         self._cells: dict[int, Cells] = {}
@@ -49,7 +57,7 @@ class GivenPlaces:
         for tensor in tensors:
             self._parts.append(parts + table.add(tensor))
             parts += len(tensor.files)
-        body, blobs = table.finish(num_files=len(nbytes))
+        body, blobs = table.finish(num_files=len(nbytes), aliases=dict(sorted((aliases or {}).items())))
         self.manifest = DecodedTable(body, b"".join(blobs))
 
     @cached_property
@@ -155,7 +163,12 @@ class StateTables:
         return Boxes(tuple(columns[: len(shape)]), tuple(columns[len(shape) :]), owners)
 
     def finish(
-        self, *, num_files: int, values: tuple[ValueBlock, ...] = (), features: tuple[str, ...] = ()
+        self,
+        *,
+        num_files: int,
+        aliases: dict[str, str],
+        values: tuple[ValueBlock, ...] = (),
+        features: tuple[str, ...] = (),
     ) -> tuple[StateTable, Sequence[bytes]]:
         """The finished table, and the bytes of its sequences."""
         dtypes, shapes, partitions = map(tuple, self._columns)
@@ -170,7 +183,7 @@ class StateTables:
             shapes=shapes,
             partition_table=tuple(self._partitions),
             partitions=partitions,
-            aliases={},
+            aliases=aliases,
             num_files=num_files,
             writers=writers,
             values=values,

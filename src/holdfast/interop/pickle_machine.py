@@ -254,13 +254,18 @@ class _Machine:
         state, target = self._stack.pop(), self._stack[-1]
         if isinstance(target, PickledObject) and target.state is None:
             target.state = state
-        elif not (type(target) is OrderedDict and not state):
+        elif not (type(target) is OrderedDict and _is_versions(state)):
             raise PickleError("it sets attributes of something that has none")
 
     def persistent(self) -> None:
         if self._persistent is None:
             raise PickleError("it refers to objects that are stored elsewhere")
         self.push(self._persistent(self._stack.pop()))
+
+
+def _is_versions(state: object) -> bool:
+    """Whether these are the attributes that torch gives to the dict of a module's state: versions of its layout."""
+    return not state or (isinstance(state, dict) and state.keys() == {"_metadata"})
 
 
 _STOP: Final = ord(".")

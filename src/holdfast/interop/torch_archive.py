@@ -9,13 +9,17 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from itertools import pairwise
 from math import prod
 from threading import RLock
 from typing import Any, Final, NamedTuple
 
+import xxhash
+
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
 from holdfast.interop.pickle_machine import PickleError, unpickled
+from holdfast.interop.strided_parts import is_row_major
 from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, persistent
 from holdfast.store.base import Store
 
@@ -23,8 +27,9 @@ from holdfast.store.base import Store
 _MAX_TENSOR_PICKLE_NBYTES: Final = 64 << 10
 _MAX_PICKLE_NBYTES: Final = 256 << 20
 _PAGE_NBYTES: Final = 4096
-_WINDOW_NBYTES: Final = 64 << 10
 _LOCAL_HEADER_NBYTES: Final = 30
+#: The flag of an entry whose name is in UTF-8.
+_UTF8: Final = 0x800
 
 
 #: What `zipfile` raises for bytes that are no archive.
@@ -38,22 +43,26 @@ class ArchiveError(ValueError):
 class Windows:
     """Small reads from files of a store, by way of the window that was read last: archives often lie side by side.
 
-    Safe for several threads.
+    A window has `nbytes`. Safe for several threads.
     """
 
-    def __init__(self, storage: Store) -> None:
+    def __init__(self, storage: Store, *, nbytes: int = 64 << 10) -> None:
         self._storage = storage
+        self._nbytes = nbytes
         self._lock = RLock()
         self._key, self._start, self._data = "", 0, b""
+        self._sizes: dict[str, int] = {}
 
     def read(self, key: str, start: int, nbytes: int) -> bytes:
         """Bytes of a file that has at least so many."""
-        if nbytes > _WINDOW_NBYTES:
+        if nbytes > self._nbytes:
             return self._storage.read(key, start=start, nbytes=nbytes)
         with self._lock:
             if key != self._key or not self._start <= start <= start + nbytes <= self._start + len(self._data):
                 low = start // _PAGE_NBYTES * _PAGE_NBYTES
-                held = max(min(_WINDOW_NBYTES, (self._storage.nbytes(key) or 0) - low), start + nbytes - low)
+                if key not in self._sizes:
+                    self._sizes[key] = self._storage.nbytes(key) or 0
+                held = max(min(self._nbytes, self._sizes[key] - low), start + nbytes - low)
                 self._data = self._storage.read(key, start=low, nbytes=held)
                 self._key, self._start = key, low
             return self._data[start - self._start : start - self._start + nbytes]
@@ -102,10 +111,11 @@ class _Window(io.RawIOBase):
 
 
 class TorchArchive:
-    """One archive, opened. Raises `ArchiveError` where it is malformed."""
+    """One archive, opened. Raises `ArchiveError` where it is malformed. Several threads may ask it for storages."""
 
     def __init__(self, place: ArchivePlace) -> None:
         self._place = place
+        self._lock = RLock()
         if place.nbytes <= 2 * _PAGE_NBYTES:
             self._file: io.BufferedIOBase = io.BytesIO(place.files.read(place.key, place.start, place.nbytes))
         else:
@@ -113,11 +123,14 @@ class TorchArchive:
         try:
             with zipfile.ZipFile(self._file) as archive:
                 self._entries = archive.infolist()
+                starts = sorted([*(entry.header_offset for entry in self._entries), archive.start_dir])
         except _NO_ZIP as error:
             raise ArchiveError(f"it is no zip archive ({error!s:.100})") from error
         self._names = {entry.filename: entry for entry in self._entries}
         if len(self._names) != len(self._entries):
             raise ArchiveError("it has an entry twice")
+        #: Where what follows an entry begins, by the beginning of the entry.
+        self._ends = dict(pairwise(starts))
         pickles = [name for name in self._names if name.endswith("/data.pkl")]
         if len(pickles) != 1:
             raise ArchiveError("it is no archive of torch.save: it has no single data.pkl")
@@ -140,14 +153,29 @@ class TorchArchive:
             raise ArchiveError("it holds a value instead of a tensor")
         if (found.dtype, found.shape) != (dtype, shape):
             raise ArchiveError(f"it holds {found.dtype}{list(found.shape)} instead of {dtype}{list(shape)}")
-        if prod(shape) and not _is_row_major(found):
+        if prod(shape) and not is_row_major(found):
             raise ArchiveError(f"its elements are not in row-major order (strides {list(found.strides)})")
         itemsize = DTYPES[dtype].itemsize
-        entry = self._entry(f"data/{found.storage.key}")
-        first = found.first * itemsize
-        if first + prod(shape) * itemsize > entry.file_size:
-            raise ArchiveError(f"its storage has {entry.file_size} bytes, less than its tensor")
-        return self._place.start + self._data_start(entry) + first
+        first, nbytes = found.first * itemsize, self.storage_nbytes(found.storage.key)
+        if first + prod(shape) * itemsize > nbytes:
+            raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
+        return self.storage_offset(found.storage.key) + first
+
+    def storage_nbytes(self, key: str) -> int:
+        """The size of a storage, as the archive's directory has it."""
+        return self._entry(f"data/{key}").file_size
+
+    def storage_offset(self, key: str) -> int:
+        """The place of the first byte of a storage, counted from the file's beginning."""
+        with self._lock:
+            return self._place.start + self._data_start(self._entry(f"data/{key}"))
+
+    def digest(self) -> str:
+        """A digest of the pickle and of the directory, which has a checksum of each storage."""
+        digest = xxhash.xxh3_128(self._read(self._entry("data.pkl"), _MAX_PICKLE_NBYTES))
+        for entry in self._entries:
+            digest.update(f"{entry.filename}\0{entry.header_offset}\0{entry.file_size}\0{entry.CRC}\0".encode())
+        return digest.hexdigest()
 
     def _unpickled(self, limit: int) -> object:
         order = self._names.get(f"{self._root}byteorder")
@@ -180,18 +208,10 @@ class TorchArchive:
         if len(header) != _LOCAL_HEADER_NBYTES or header[:4] != b"PK\x03\x04":
             raise ArchiveError(f"its entry {entry.filename:.100} has no header")
         lengths = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+        encoding = "utf-8" if entry.flag_bits & _UTF8 else "cp437"  # as zipfile decoded it
+        if self._file.read(lengths[0]) != entry.orig_filename.encode(encoding):
+            raise ArchiveError(f"its entry {entry.filename:.100} has another name in its header")
         start = entry.header_offset + _LOCAL_HEADER_NBYTES + sum(lengths)
-        if start + entry.file_size > self._place.nbytes:
-            raise ArchiveError(f"its entry {entry.filename:.100} is cut off")
+        if start + entry.file_size > min(self._ends[entry.header_offset], self._place.nbytes):
+            raise ArchiveError(f"its entry {entry.filename:.100} is cut off, or runs into the next one")
         return start
-
-
-def _is_row_major(tensor: PickledTensor) -> bool:
-    stride = 1
-    if len(tensor.shape) != len(tensor.strides):
-        return False
-    for extent, found in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if extent != 1 and found != stride:
-            return False
-        stride *= extent
-    return True

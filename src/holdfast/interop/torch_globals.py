@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -85,6 +85,7 @@ def _typed(args: tuple[Any, ...]) -> PickledTensor:
     storage, first, shape, strides = args[:4]
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise PickleError("a tensor has no typed storage")
+    _check_plain(args[6:7])
     return _tensor(storage, storage.dtype, first, shape, strides)
 
 
@@ -92,12 +93,33 @@ def _untyped(args: tuple[Any, ...]) -> PickledTensor:
     storage, first, shape, strides, _, _, dtype = args[:7]
     if not isinstance(storage, StorageRef) or not isinstance(dtype, TorchValue) or dtype.text not in DTYPES:
         raise PickleError("a tensor has no storage of a known dtype")
+    _check_plain(args[7:8])
     return _tensor(storage, dtype.text, first, shape, strides)
 
 
 def _tensor(storage: StorageRef, dtype: str, first: object, shape: object, strides: object) -> PickledTensor:
     (first,) = shape_of((first,))
     return PickledTensor(storage, dtype, first, shape_of(shape), shape_of(strides))
+
+
+def _check_plain(marks: tuple[object, ...]) -> None:
+    """Refuse a view whose elements are other ones than those in its storage: conjugates or negatives."""
+    if any(marks):
+        raise PickleError("a tensor is a conjugate or negative view, which holds other elements than its storage")
+
+
+def _parameter(args: tuple[Any, ...]) -> PickledTensor:
+    """The tensor of a parameter. Attributes of the parameter object are left out."""
+    if not (args and isinstance(args[0], PickledTensor)):
+        raise PickleError("a parameter is made of something else than a tensor")
+    return args[0]
+
+
+def _counter(args: tuple[Any, ...]) -> Counter[object]:
+    counts = args[0] if args else {}
+    if not isinstance(counts, dict) or not all(isinstance(key, str | int | float | None) for key in counts):
+        raise PickleError("a Counter is made of something else than a dict")
+    return Counter(counts)
 
 
 def _ordered(args: tuple[Any, ...]) -> OrderedDict[object, object]:
@@ -156,6 +178,19 @@ PLAIN_GLOBALS: Final[Globals] = {
     "torch device": _device,
     "collections OrderedDict": _ordered,
 }
+#: Classes without a plain value that files of training often have beside tensors. Their objects stay descriptions.
+_NO_VALUES: Final = (
+    *(f"{module} {name}" for module in ("builtins", "__builtin__") for name in ("bytearray", "frozenset", "set")),
+    *(
+        f"{module} {name}"
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    ),
+    "argparse Namespace",
+    "numpy ndarray",
+    "numpy._core.multiarray _reconstruct",
+    "numpy.core.multiarray _reconstruct",
+)
 #: The globals of the pickles in archives of ``torch.save``.
 ARCHIVE_GLOBALS: Final[Globals] = {
     **PLAIN_GLOBALS,
@@ -163,11 +198,14 @@ ARCHIVE_GLOBALS: Final[Globals] = {
     "torch.storage UntypedStorage": StorageType(None),
     "torch._utils _rebuild_tensor_v2": _typed,
     "torch._utils _rebuild_tensor_v3": _untyped,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._utils _rebuild_parameter_with_state": _parameter,
+    "collections Counter": _counter,
     "_codecs encode": _encoded,
     "__builtin__ bytes": _empty,
     "__builtin__ complex": _complex,
     "builtins complex": _complex,
     "numpy._core.multiarray scalar": _numpy_scalar,
     "numpy.core.multiarray scalar": _numpy_scalar,
-    **pickled_objects("numpy dtype"),
+    **pickled_objects("numpy dtype", *_NO_VALUES),
 }

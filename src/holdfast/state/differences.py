@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from holdfast.errors import IncompatibleError
+from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part, parse_component
 from holdfast.format.near import Substitution, near, substitution
@@ -34,7 +35,7 @@ def difference(
 
     `shapes` are those of the missing tensors: a stored tensor of another shape is not a renamed one.
     """
-    shared = {path: nodes[path] for path in nodes if not own_part(path)}
+    shared = {path: node for path, node in _readable(nodes) if not own_part(path)}
     known = [*stored, *(path for path in shared if is_leaf(path, shared))]
     objects, rest = _collapse(unexpected, known, shared)
     optimizers = [path for path, node in shared.items() if node == Open("optimizer") and path not in objects]
@@ -68,6 +69,13 @@ def difference(
         tensor=next(iter(sorted(missing) or sorted(unexpected)), None),
         details=tuple(details),
     )
+
+
+def _readable(nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """The nodes that can be read. Errors of others, of values that this load may not even need, would hide this one."""
+    for path in nodes:
+        with suppress(HoldfastError):
+            yield path, nodes[path]
 
 
 def _listed(names: Collection[str], lacking: Collection[str], optimizers: Sequence[str]) -> list[str]:
