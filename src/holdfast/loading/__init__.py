@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from holdfast.mapping import Pad, Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
+from holdfast.mapping.rules import checked_rules
 from holdfast.options import check_flag, checked_number
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.plan.exchange import Bandwidths
@@ -207,7 +208,7 @@ class Options:
         if not isinstance(continues, bool | None):
             raise TypeError(f"continues must be True, False or None, not {continues!r}")
         self._cast = False if cast is None else cast
-        self.mapping = _rules(() if mapping is None else mapping)
+        self.mapping = checked_rules(() if mapping is None else mapping)
         self.strict = strict
         self.allow_empty = allow_empty
         self.fallback = fallback
@@ -238,17 +239,6 @@ class Options:
     def cast(self) -> Globs | bool:
         """New globs of the tensors that may be cast, or whether all may."""
         return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
-
-
-def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
-    if not isinstance(mapping, Iterable):
-        raise TypeError(f"mapping must be a list of rules of holdfast.mapping, not {mapping!r}")
-    rules = tuple(mapping)
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"mapping must be a list of rules of holdfast.mapping, but {rule!r} is not a rule")
-    return rules
 
 
 class _Resolved(msgspec.Struct, frozen=True, array_like=True):
