@@ -6,8 +6,9 @@ import io
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,14 @@ from holdfast.io.writer import write_file
 from holdfast.mapping import Fuse, Rename
 from tests.exporting.exported_runs import Tied, bits, divided_run, plain_state
 from tests.support.ranks import run_ranks
+
+
+class Point(NamedTuple):
+    """A named tuple in a state."""
+
+    x: int
+    y: int
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what DCP says in one process
 
@@ -142,7 +151,15 @@ def test_every_dtype_is_loaded_bit_for_bit(tmp_path: Path) -> None:
 
 def test_values_of_all_kinds_come_in_plain_types_in_the_containers_that_were_saved(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
     state = {
+        "array": np.arange(3),
+        "number": np.float32(2),
+        "record": Point(1, 2),
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "random": holdfast.RandomState(),
+        "own": holdfast.PerRank({"t": torch.ones(2), "k": 1}),
+        "nested": [[torch.ones(1), {"a": ()}]],
         "a": {1: "int key", "s/l": [1, [2, 3]], "empty": {}, "list": [{"b": 2}, 5]},
         "device": torch.device("cpu"),
         "size": torch.Size([2, 3]),
@@ -157,6 +174,11 @@ def test_values_of_all_kinds_come_in_plain_types_in_the_containers_that_were_sav
     assert found["a"] == {"1": "int key", "s/l": [1, [2, 3]], "list": [{"b": 2}, 5]}
     assert (found["device"], found["size"]) == (torch.device("cpu"), torch.Size([2, 3]))
     assert torch.equal(found["generator"], generator.get_state())
+    assert (found["array"].tolist(), found["number"], found["record"]) == ([0, 1, 2], np.float32(2), (1, 2))
+    assert found["scheduler"]["base_lrs"] == [0.5]
+    assert torch.equal(torch.tensor(list(found["random"][0]["torch"]), dtype=torch.uint8), torch.get_rng_state())
+    assert (found["own"]["%rank=0"]["k"], found["own"]["%rank=0"]["t"].tolist()) == (1, [1.0, 1.0])
+    assert (found["nested"][0][0].tolist(), found["nested"][0][1]) == ([1.0], {"a": ()})
     assert found["pair"][0] == 1
     assert torch.equal(found["pair"][1], torch.ones(2))
     assert found["rank"] == [{"seed": 4}]

@@ -63,7 +63,7 @@ def export(path: str, dst: str, options: ExportOptions, *, as_json: bool) -> Non
     except ValueError as error:  # a dtype or a glob that is wrong by itself
         raise _invalid(f"{error}.", "Correct the option.") from error
     if as_json:
-        print_json(msgspec.convert(vars(report), ExportDocument))
+        print_json(ExportDocument(**vars(report)))
     else:
         _show(report)
 

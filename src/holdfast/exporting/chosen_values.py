@@ -27,13 +27,21 @@ def value_paths(nodes: Mapping[str, Node]) -> Iterator[str]:
 def _is_value(path: str, nodes: Mapping[str, Node]) -> bool:
     node = nodes[path]
     state = values.bare(node)
-    if isinstance(node, values.Encoded):
+    if isinstance(state, Leaf):
         return True
-    if isinstance(state, Items):
-        return not values.holds_live(path, nodes) and not (state.kind == "list" and _has_dicts(path, nodes))
-    if isinstance(state, values.RecordNode | values.PerRankNode):
-        return not any(values.holds_live(join(path, name), nodes) for name in values.children(node))
-    return isinstance(state, Leaf)
+    if isinstance(state, TableNode):
+        return values.registration(node) is not None and not _holds_tensors(path, nodes)
+    if isinstance(state, Items) and state.kind == "list" and _has_dicts(path, nodes):
+        return False
+    return not _holds_tensors(path, nodes)
+
+
+def _holds_tensors(path: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether there is a tensor at or below a path, or a module or an optimizer, which have tensors."""
+    node = nodes[path]
+    if isinstance(values.bare(node), values.TensorRef | values.PlanesNode | values.Open):
+        return True
+    return any(_holds_tensors(join(path, name), nodes) for name in values.children(node))
 
 
 def _has_dicts(path: str, nodes: Mapping[str, Node]) -> bool:

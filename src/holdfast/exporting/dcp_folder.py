@@ -1,6 +1,6 @@
 """Folders of ``torch.distributed.checkpoint``: archives of tensors and values in ``.distcp`` files, and ``.metadata``.
 
-Only this module and `torch_archives` import torch, whose own classes the metadata consists of.
+Only this module and `tensor_archives` import torch, whose own classes the metadata consists of.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
 from holdfast.exporting.chosen_values import KeyPath, key_path
 from holdfast.exporting.element_source import GivenSegment, Segment, TensorSegment
 from holdfast.exporting.new_folder import NewFile, NewFolder, Trailer
-from holdfast.exporting.torch_archives import MAX_NBYTES, TensorArchive
+from holdfast.exporting.tensor_archives import MAX_NBYTES, TensorArchive
 from holdfast.format import values
 from holdfast.format.values import Node, TorchValue
 from holdfast.geometry import Box, whole

@@ -83,7 +83,7 @@ class ElementSource:
 
     def read_into(self, start: int, out: Bytes) -> None:
         """As `Source.read_into`."""
-        window = _Window(self._state)
+        window = _WindowReads(self._state)
         for segment in segments_between(self._segments, start, start + len(out)):
             low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
             skipped, held = low - segment.start, out[low - start : high - start]
@@ -108,7 +108,7 @@ class _Target(NamedTuple):
         self.array[at.slices()] = elements if self.cast is None else _cast(elements, *self.cast)
 
 
-class _Window:
+class _WindowReads:
     """The reads for one window, and the `Targets` that they fill."""
 
     def __init__(self, state: StoredState) -> None:

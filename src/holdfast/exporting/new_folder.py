@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from holdfast.checkpoint.stored_state import StoredState
+from holdfast.decoding import decode_json
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.exporting.checksums import joined_checksum
 from holdfast.exporting.edge_blocks import EdgeBlocks
@@ -149,8 +150,8 @@ def finished_files(storage: Store, folder: NewFolder) -> frozenset[str]:
 
 def _is_record_of(data: bytes, folder: NewFolder) -> bool:
     try:
-        return msgspec.json.decode(data, type=_ExportRecord).digest == folder.digest
-    except msgspec.MsgspecError:
+        return decode_json(data, _ExportRecord).digest == folder.digest
+    except (msgspec.MsgspecError, ValueError, RecursionError):
         return False
 
 
