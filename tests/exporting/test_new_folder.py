@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
+from holdfast import exporting
 from holdfast.errors import ConfigurationError, CorruptError, StorageError
 from holdfast.exporting import new_folder
 from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.io.meter import Meter
 from tests.exporting.exported_runs import bits
 from tests.support.command_line import ENVIRONMENT, damage
 
@@ -69,6 +73,24 @@ def test_an_export_that_was_killed_shows_it_and_goes_on_with_the_files_that_lack
     assert report.read_nbytes < 3 << 20
     assert [(folder / name).stat() for name in SHARDS[:2]] == written
     assert is_whole(folder)
+
+
+def test_the_progress_counts_every_byte_of_the_new_folder_once_also_those_that_were_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meters = []
+
+    @contextmanager
+    def shown(description: str, *, after_s: float) -> Iterator[Meter]:
+        meters.append(Meter())
+        yield meters[-1]
+
+    monkeypatch.setattr(exporting, "progress", shown)
+    killed(run, tmp_path / "hf")
+    for folder in (tmp_path / "hf", tmp_path / "other"):
+        holdfast.export(run, folder, shard_nbytes=1_000_000)
+    needed = sum(tensor.nbytes for tensor in STATE.values())
+    assert [(meter.total, meter.done) for meter in meters] == [(needed, needed)] * 2
 
 
 def test_a_kill_before_the_record_is_removed_loses_nothing(
