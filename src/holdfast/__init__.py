@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.memory_option import Memory
     from holdfast.checkpointer.restore_report import RestoreReport
+    from holdfast.exporting import export
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
-    from holdfast.reports import LoadReport, SaveReport, TransferReport
+    from holdfast.reports import ExportReport, LoadReport, SaveReport, TransferReport
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
     from holdfast.run.save_requests import request_save
@@ -59,12 +60,14 @@ _HOMES = {
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
+    "export": "holdfast.exporting",
     "plan_load": "holdfast.loading.load_plan",
     "LoadPlan": "holdfast.loading.load_plan",
     "open": "holdfast.view",
     "View": "holdfast.view",
     "LazyTensor": "holdfast.view",
     "SaveReport": "holdfast.reports",
+    "ExportReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
@@ -108,6 +111,7 @@ __all__ = [
     "DeadlineError",
     "EverySteps",
     "EveryTime",
+    "ExportReport",
     "FencedError",
     "FlatRange",
     "Handle",
@@ -139,6 +143,7 @@ __all__ = [
     "TransferReport",
     "View",
     "data",
+    "export",
     "load",
     "ls",
     "mapping",

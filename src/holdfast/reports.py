@@ -145,6 +145,44 @@ class TransferReport:
         return printed("TransferReport", own, f"this rank moved {size(self.moved_nbytes)}")
 
 
+@dataclass(frozen=True, repr=False)
+class ExportReport:
+    """A checkpoint that was written for another system, into the folder `path`; `step` and `place` are its own.
+
+    `files` are the files with tensors. `kept` are the files of any kind that an interrupted export had finished before.
+    ``written_nbytes`` counts the bytes of the files that this call wrote, ``read_nbytes`` those that it read from the
+    checkpoint. `verified` says whether these were compared with digests, which only a checkpoint of holdfast has.
+    """
+
+    step: int
+    place: str
+    path: str
+    to: str
+    num_tensors: int
+    num_values: int
+    files: tuple[str, ...]
+    kept: tuple[str, ...]
+    written_nbytes: int
+    read_nbytes: int
+    verified: bool
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One line about the export: step, place, number of tensors, size and duration."""
+        held = count(self.num_tensors, "tensor")
+        if self.num_values:
+            held += f", {count(self.num_values, 'value')}"
+        written = f"{held}, {size(self.written_nbytes)} in {self.seconds:.2f} s"
+        return f"{origin(self.step, self.place)}, as {self.to}: {written}"
+
+    def __repr__(self) -> str:
+        lines = listed("with tensors", self.files) + listed("finished earlier", self.kept)
+        if not self.verified:
+            lines.append("not verified: the checkpoint has no digests")
+        return printed("ExportReport", self.summary, self.path, f"read {size(self.read_nbytes)}", *lines)
+
+
 def origin(step: int, place: str) -> str:
     """Which checkpoint was read, for a report."""
     return "a foreign checkpoint" if not place else f"step {step} at {place}"

@@ -19,10 +19,11 @@ GUIDE = GUIDES / "command_line.md"
 #: What is another in every run, and what stands for it.
 VARIABLE = (
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-11-21 20:00:00"),
+    (r"in \d+\.\d\d s\b", "in 0.10 s"),
     (r"\b(now|\d+ (s|min))( ago)?(?=\s|\)|$)", "1 min"),
     (r"step-(\d{10})-[0-9a-f]{16}", r"step-\1-00000000"),
     (r"in \d+\.\d s, [\d.]+ [KMG]iB/s", "in 0.1 s, 1.0 GiB/s"),
-    (r"(?<![\w.])/\S*/(?=runs/|copy/)", "/shared/"),
+    (r"(?<![\w.])/\S*/(?=runs/|copy/|model;)", "/shared/"),
     (r" +", " "),
 )
 
@@ -74,5 +75,5 @@ def test_the_screens_of_a_guide_are_what_the_commands_print(
 def test_the_guide_shows_every_command() -> None:
     shown = {shlex.split(call.command)[1] for call in calls(GUIDE) if call.command.startswith("holdfast")}
     commands = {"ls", "show", "verify", "diff", "plan", "advise", "rollback", "rm", "doctor", "request-save"}
-    commands |= {"prune", "pin", "unpin", "release"}
+    commands |= {"prune", "pin", "unpin", "release", "export"}
     assert shown == commands

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from holdfast.cli.amounts import NUMBER, scaled, seconds_in
+from holdfast.cli.amounts import NUMBER, bytes_in, seconds_in
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError
 from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, advise
@@ -20,7 +20,6 @@ from holdfast.reports import size as size_text
 from holdfast.wording import count, duration
 
 _SHARE: Final = re.compile(rf"{NUMBER} ?%")
-_SIZE: Final = re.compile(rf"{NUMBER} ?([kMGTP]i?)?B")
 _SURVIVES: Final = {"memory": Loss.PROCESS, "peers": Loss.NODE, "durable": Loss.JOB}
 #: Characters of the longest bar of the plot.
 _BAR_WIDTH: Final = 40
@@ -134,10 +133,10 @@ def _share(text: str, option: str) -> float:
 
 
 def _nbytes(text: str) -> int:
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    nbytes = bytes_in(text)
+    if nbytes is None:
         raise _invalid(f"--size {text} is no size.", "Write it as 912GB or 2TiB.")
-    return round(scaled(found[1], found[2] or ""))
+    return nbytes
 
 
 def _invalid(problem: str, action: str) -> ConfigurationError:

@@ -10,6 +10,7 @@ from typing import Final
 NUMBER: Final = r"([0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)"
 _TIME: Final = re.compile(rf"{NUMBER} ?(ms|s|min|h|d)?")
 _SECONDS: Final = {"ms": 0.001, None: 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE: Final = re.compile(rf"{NUMBER} ?([kMGTP]i?)?B")
 _PREFIXES: Final = ("", "k", "M", "G", "T", "P")
 
 
@@ -23,3 +24,9 @@ def seconds_in(text: str) -> float:
     """The seconds of a time such as ``250ms``, ``0.3s``, ``5min``, ``3.09h`` or ``2d``; nan for any other text."""
     found = _TIME.fullmatch(text.strip())
     return math.nan if found is None else float(found[1]) * _SECONDS[found[2]]
+
+
+def bytes_in(text: str) -> int | None:
+    """The bytes of a size such as ``912GB`` or ``2TiB``; None for any other text."""
+    found = _SIZE.fullmatch(text.strip())
+    return None if found is None else round(scaled(found[1], found[2] or ""))

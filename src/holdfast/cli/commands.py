@@ -176,6 +176,39 @@ def plan(
 
 
 @app.command()
+def export(
+    path: PathArgument,
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The new folder.")],
+    *,
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="FORMAT", help="hf: safetensors for Hugging Face; dcp: for PyTorch's dcp.load."),
+    ],
+    select: Annotated[
+        list[str] | None,
+        typer.Option("--select", metavar="GLOB", help="Write only names that match; may be repeated."),
+    ] = None,
+    mapping: Annotated[str, typer.Option("--mapping", metavar="FILE", help="Rules of a mapping (TOML).")] = "",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Convert floating tensors, such as to bfloat16.")
+    ] = "",
+    shard_size: Annotated[
+        str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of tensors in one file.")
+    ] = "5GB",
+    config: Annotated[
+        str,
+        typer.Option("--config", metavar="FOLDER", help="With hf: copy config.json and the tokenizer of this folder."),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a checkpoint for another system: Hugging Face or PyTorch DCP. Call it again to go on after a failure."""
+    from holdfast.cli.export import ExportOptions, export
+
+    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config)
+    export(path, dst, options, as_json=as_json)
+
+
+@app.command()
 def advise(
     *,
     durable: Annotated[

@@ -6,16 +6,15 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from holdfast import mapping as rules
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.cli.amounts import scaled
+from holdfast.cli.option_files import option_text, rules_in
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.manifest import file_name
@@ -132,7 +131,7 @@ def plan(
 def _layout(path: str, on: int) -> Layout:
     if not path:
         return layout_rules.fsdp(on)
-    layout = layout_rules.from_toml(_text(path, "layout"), path=path)
+    layout = layout_rules.from_toml(option_text(path, "layout", code="config.layout"), path=path)
     if layout.world_size != on:
         axes = " x ".join(f"{name} {extent}" for name, extent in layout.mesh.items())
         raise ConfigurationError(
@@ -146,21 +145,9 @@ def _layout(path: str, on: int) -> Layout:
 
 def _table(checkpoint: Checkpoint, mapping: str) -> CheckpointTable:
     """The names, tensors and values of the checkpoint after the mapping."""
-    found = rules.from_toml(_text(mapping, "mapping")) if mapping else ()
+    found = rules_in(mapping)
     stored = stored_tensors(checkpoint.manifest)
     return mapped(found, stored, checkpoint.manifest.body.aliases, checkpoint.nodes)
-
-
-def _text(path: str, option: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(
-            f"{path} cannot be read: {error}.",
-            code={"layout": "config.layout", "mapping": "config.mapping"}[option],
-            action=f"Name a TOML file with --{option}.",
-            path=path,
-        ) from error
 
 
 def _num_nodes(on: int, nodes: int) -> int:

@@ -7,7 +7,7 @@ because one unknown code makes a whole file unreadable to other readers.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +57,13 @@ DTYPES: dict[str, DType] = {
 #: The numpy type that carries elements of each size where elements are only moved and never interpreted. Torch has
 #: the same types.
 CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+def numpy_type(name: str) -> np.dtype[Any] | None:
+    """The numpy dtype of a logical dtype; None where numpy has none, not even with ``ml_dtypes``."""
+    if name.startswith(("bfloat16", "float8", "float4")):
+        import ml_dtypes
+
+        kind = getattr(ml_dtypes, name, None)
+        return None if kind is None else np.dtype(kind)
+    return None if name == "complex32" else np.dtype(name)

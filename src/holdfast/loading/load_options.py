@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from holdfast.cooperative.reading import MEMORY_NBYTES, MIN_MEMORY_NBYTES
 from holdfast.format.patterns import Globs
 from holdfast.loading.older import OlderAdvice, load_older
 from holdfast.mapping import Pad, Rule
+from holdfast.mapping.rules import checked_rules
 from holdfast.options import check_flag, checked_number
 from holdfast.plan.exchange import Bandwidths
 from holdfast.run.resumes import ResumeLimit
@@ -45,7 +46,7 @@ class LoadOptions:
         if not isinstance(continues, bool | None):
             raise TypeError(f"continues must be True, False or None, not {continues!r}")
         self._cast = False if cast is None else cast
-        self.mapping = _rules(() if mapping is None else mapping)
+        self.mapping = checked_rules(() if mapping is None else mapping)
         self.strict = strict
         self.allow_empty = allow_empty
         self.fallback = fallback
@@ -77,14 +78,3 @@ class LoadOptions:
     def cast(self) -> Globs | bool:
         """New globs of the tensors that may be cast, or whether all may."""
         return self._cast if isinstance(self._cast, bool) else Globs(self._cast)
-
-
-def _rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
-    if not isinstance(mapping, Iterable):
-        raise TypeError(f"mapping must be a list of rules of holdfast.mapping, not {mapping!r}")
-    rules = tuple(mapping)
-    for rule in rules:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"mapping must be a list of rules of holdfast.mapping, but {rule!r} is not a rule")
-    return rules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -199,6 +199,17 @@ def from_toml(text: str) -> tuple[Rule, ...]:
             action="Pass the text of the file, not its path. "
             'Write rules as tables: [[rule]], kind = "rename", names = "...", to = "...".',
         ) from error
+
+
+def checked_rules(mapping: Iterable[Rule]) -> tuple[Rule, ...]:
+    """The rules of a mapping. Raises `TypeError` for anything but a list of rules."""
+    if not isinstance(mapping, Iterable):
+        raise TypeError(f"mapping must be a list of rules of holdfast.mapping, not {mapping!r}")
+    rules = tuple(mapping)
+    for rule in rules:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"mapping must be a list of rules of holdfast.mapping, but {rule!r} is not a rule")
+    return rules
 
 
 def index_field(rule: Stack | Unstack) -> str:

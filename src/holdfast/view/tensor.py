@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, numpy_type
 from holdfast.geometry import Shape
 from holdfast.plan.load import ReadRequest
 from holdfast.view.index import Index, independent, select
@@ -125,13 +125,7 @@ def as_numpy(elements: Array, dtype: npt.DTypeLike, *, writeable: bool) -> npt.N
 
 def numpy_dtype(name: str) -> npt.DTypeLike:
     """The numpy dtype of a logical dtype. Raises `TypeError` if there is none."""
-    if name.startswith(("bfloat16", "float8", "float4")):
-        import ml_dtypes
-
-        kind = getattr(ml_dtypes, name, None)
-        if kind is not None:
-            dtype: npt.DTypeLike = np.dtype(kind)
-            return dtype
-    elif name != "complex32":
-        return np.dtype(name)
-    raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which returns a torch tensor")
+    dtype = numpy_type(name)
+    if dtype is None:
+        raise TypeError(f"numpy has no dtype {name}: index the tensor instead, which returns a torch tensor")
+    return dtype

@@ -1,0 +1,165 @@
+"""`export`: a checkpoint, written as other systems read it, without a model, a GPU or a process group."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.errors import ConfigurationError
+from holdfast.exporting.chosen_tensors import ChosenContent, choose
+from holdfast.exporting.element_source import check_equal
+from holdfast.exporting.hugging_face_folder import hugging_face_folder
+from holdfast.exporting.new_folder import NewFolder, write_folder
+from holdfast.format.patterns import Globs
+from holdfast.interop.formats import find_state
+from holdfast.mapping import Cast, Rule
+from holdfast.mapping.parts import is_floating
+from holdfast.mapping.rules import checked_rules
+from holdfast.options import checked_number
+from holdfast.phases import LOG
+from holdfast.progress import PATIENCE_S, progress
+from holdfast.reports import ExportReport
+from holdfast.run.leases import leased
+from holdfast.run.paths import parse
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import location_of, open_store
+
+__all__ = ["export"]
+
+#: Most bytes of tensors in one new file, as Hugging Face has it.
+SHARD_NBYTES: Final = 5_000_000_000
+_FORMATS: Final = ("hf", "dcp")
+
+
+def export(
+    path: str | os.PathLike[str] | Location,
+    dst: str | os.PathLike[str],
+    to: str = "hf",
+    *,
+    select: str | Sequence[str] | None = None,
+    mapping: Sequence[Rule] | None = None,
+    dtype: str | None = None,
+    shard_nbytes: int = SHARD_NBYTES,
+    config: str | os.PathLike[str] | None = None,
+) -> ExportReport:
+    """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
+    Hugging Face's loaders read them, or ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``.
+
+    Blocking. Call it in one process. Needs no model and no GPU, and no torch for ``"hf"``. Reads each stored block once
+    and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are durable on
+    return, and the index (``.metadata``) is written last. After an interruption the same call continues, and keeps the
+    files that are finished.
+
+    `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
+    state's only module, and ``"dcp"`` everything, values too. ``"hf"`` leaves out the containers that all names lie in,
+    so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once. `dtype` converts all
+    floating tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless
+    it is one tensor. `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for
+    ``"hf"`` only.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        ConfigurationError: `dst` holds something else, or the options do not fit together; nothing is written.
+        IncompatibleError: a rule or a glob fits nothing, two tensors would get one name, or the format has no such
+            dtype; nothing is written.
+        CorruptError: stored bytes are damaged.
+        StorageError: the disk is full, or a store failed.
+    """
+    _check_format(to, config)
+    rules = _rules(mapping, dtype)
+    globs = None if select is None else Globs(select)
+    least = "files without room for tensors are none"
+    limit = checked_number("shard_nbytes", shard_nbytes, least=1, reason=least)
+    found, began = find_state(parse(path)), time.monotonic()
+    lease = None if found.located is None else leased(found.located)
+    try:
+        state = found.state
+        choice = choose(state, select=globs, rules=rules, model_only=to == "hf", is_mapped=bool(mapping))
+        check_equal(state, choice.equal)
+        folder = _folder(choice, to, state.record.identity, limit, config)
+        counts = len(choice.tensors), len(choice.values)
+        return _written(state, folder, open_store(location_of(os.fspath(dst))), to, counts, began)
+    finally:
+        if lease is not None:
+            lease.end()
+
+
+def _check_format(to: str, config: object) -> None:
+    if to not in _FORMATS:
+        raise ConfigurationError(
+            f"{to!r} is no format that holdfast writes.",
+            code="config.export",
+            action=f"Choose one of {', '.join(_FORMATS)}.",
+        )
+    if to != "hf" and config is not None:
+        raise ConfigurationError(
+            f"a folder of {to} has no configuration of a model.",
+            code="config.export",
+            action="Leave out config (--config), or export to hf.",
+        )
+
+
+def _rules(mapping: Sequence[Rule] | None, dtype: str | None) -> tuple[Rule, ...]:
+    """The rules to apply. The cast to `dtype` comes first, so that casts of the mapping are exceptions from it."""
+    rules = checked_rules(() if mapping is None else mapping)
+    if dtype is None:
+        return rules
+    cast = Cast("**", dtype)
+    if not is_floating(dtype):
+        raise ValueError(f"dtype must be a floating dtype, such as 'bfloat16', not {dtype!r}")
+    return (cast, *rules)
+
+
+def _folder(
+    choice: ChosenContent, to: str, identity: str, shard_nbytes: int, config: str | os.PathLike[str] | None
+) -> NewFolder:
+    if to == "dcp":
+        from holdfast.exporting.dcp_folder import dcp_folder  # it imports torch, which no other format needs
+
+        return dcp_folder(choice, identity=identity, shard_nbytes=shard_nbytes)
+    source = None if config is None else Path(config)
+    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source)
+
+
+def _written(
+    state: StoredState, folder: NewFolder, storage: Store, to: str, counts: tuple[int, int], began: float
+) -> ExportReport:
+    with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
+        written = write_folder(storage, folder, state, advance=advance)
+    report = ExportReport(
+        step=state.record.step,
+        place=str(state.record.place or ""),
+        path=storage.location.url,
+        to=to,
+        num_tensors=counts[0],
+        num_values=counts[1],
+        files=tuple(file.name for file in folder.files),
+        kept=written.kept,
+        written_nbytes=written.nbytes,
+        read_nbytes=written.bytes_read,
+        verified=state.has_digests,
+        seconds=time.monotonic() - began,
+    )
+    LOG.info("exported %s, to %s", report.summary, report.path)
+    return report
+
+
+@contextmanager
+def _counting(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar at a terminal while the block runs. Gives a function that advances it by bytes, from any thread."""
+    done, lock = 0, Lock()
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+
+    with progress(description, after_s=PATIENCE_S) as meter:
+        meter.follow(total, lambda: done)
+        yield advance

@@ -1,0 +1,166 @@
+"""Folders of ``torch.distributed.checkpoint``: archives of tensors and values in ``.distcp`` files, and ``.metadata``.
+
+Only this module and `tensor_archives` import torch, whose own classes the metadata consists of.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
+from holdfast.exporting.chosen_values import KeyPath, key_path
+from holdfast.exporting.element_source import GivenSegment, Segment, TensorSegment
+from holdfast.exporting.new_folder import NewFile, NewFolder, Trailer
+from holdfast.exporting.tensor_archives import MAX_NBYTES, TensorArchive
+from holdfast.format import values
+from holdfast.format.values import Node, TorchValue
+from holdfast.geometry import Box, whole
+from holdfast.state.local_placements import generator_state, revive
+
+_METADATA: Final = ".metadata"
+
+
+def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> NewFolder:
+    """The folder for the chosen tensors and values, in files of at most `shard_nbytes` bytes, or of one archive.
+
+    A key is the path of a name's keys, joined by dots, as DCP makes them of nested dicts. A tied tensor is stored once,
+    and found under all its names. Raises `IncompatibleError`, code ``incompatible.export``, for keys that meet.
+    """
+    nodes = choice.table.nodes
+    names = [*choice.values, *(name for one in choice.tensors for name in one.names)]
+    paths = {name: key_path(name, nodes) for name in names}
+    keys = _keys(paths)
+    files = _DistcpFiles(shard_nbytes)
+    metadata = Metadata({}, {keys[name]: path for name, path in paths.items()}, {}, StorageMeta(), "1.0.0")
+    for name in choice.values:
+        metadata.state_dict_metadata[keys[name]] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(keys[name])] = files.add_bytes(_saved(_value(nodes, name)))
+    for aliases, tensor in choice.tensors:
+        chunks, stored = [], []
+        for box in _boxes(whole(tensor.shape), MAX_NBYTES // tensor.itemsize):
+            chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
+            stored.append(files.add_tensor(tensor, box))
+        properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+        described = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        for name in aliases:
+            metadata.state_dict_metadata[keys[name]] = described
+            for index, (chunk, info) in enumerate(zip(chunks, stored, strict=True)):
+                metadata.storage_data[MetadataIndex(keys[name], chunk.offsets, index)] = info
+    return NewFolder(identity, {}, files.finished(), {_METADATA: pickle.dumps(metadata)})
+
+
+def _keys(paths: Mapping[str, KeyPath]) -> dict[str, str]:
+    """The key of each name."""
+    keys = {name: ".".join(map(str, path)) for name, path in paths.items()}
+    owners: dict[str, str] = {}
+    for name, key in keys.items():
+        if owners.setdefault(key, name) != name:
+            text = f"and {owners[key]} would both get the key {key!r}"
+            raise unfit(name, text, "Rename one with a mapping (--mapping).")
+    return keys
+
+
+def _boxes(box: Box, most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements that make up `box`: slabs along the outermost axis that has several elements."""
+    if box.numel <= most:
+        yield box
+        return
+    axis = next(axis for axis, extent in enumerate(box.size) if extent > 1)
+    rows = max(most // (box.numel // box.size[axis]), 1)
+    for first in range(0, box.size[axis], rows):
+        start = (*box.start[:axis], box.start[axis] + first, *box.start[axis + 1 :])
+        size = (*box.size[:axis], min(rows, box.size[axis] - first), *box.size[axis + 1 :])
+        yield from _boxes(Box(start, size), most)
+
+
+def _value(nodes: Mapping[str, Node], name: str) -> object:
+    """A value in plain types, which every reader has: named tuples are tuples, and registered types what they are
+    encoded as."""
+    return values.rebuild(
+        nodes,
+        name,
+        tensors=_no_tensor,
+        revive=_revived,
+        record=lambda *_: lambda *items: items,
+        decode=lambda _, value: value,
+    )
+
+
+def _revived(value: TorchValue) -> object:
+    return generator_state(value) if value.kind == "generator" else revive(value)
+
+
+def _no_tensor(name: str) -> object:
+    raise unfit(name, "is a tensor inside a value", "Leave that value out with select (--select).")
+
+
+def _saved(value: object) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+class _DistcpFile(NamedTuple):
+    """A file under construction."""
+
+    name: str
+    segments: list[Segment]
+    trailers: list[Trailer]
+
+    @property
+    def nbytes(self) -> int:
+        return self.segments[-1].start + self.segments[-1].nbytes if self.segments else 0
+
+
+class _DistcpFiles:
+    """The ``.distcp`` files under construction: archives one after another."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._files: list[_DistcpFile] = []
+
+    def add_bytes(self, data: bytes) -> _StorageInfo:
+        """Add an archive that is known."""
+        file = self._file(len(data))
+        start = file.nbytes
+        file.segments.append(GivenSegment(start, data))
+        return _StorageInfo(file.name, start, len(data))
+
+    def add_tensor(self, tensor: ExportTensor, box: Box) -> _StorageInfo:
+        """Add the archive of a part of a tensor."""
+        nbytes = box.numel * tensor.itemsize
+        file = self._file(nbytes)
+        start = file.nbytes
+        archive = TensorArchive(tensor.dtype, box.size, nbytes, start=start)
+        file.segments.append(GivenSegment(start, archive.prefix))
+        data = file.nbytes
+        if nbytes:
+            file.segments.append(TensorSegment(data, tensor, box))
+        file.trailers.append(Trailer(file.nbytes, data, archive.suffix))
+        file.segments.append(GivenSegment(file.nbytes, bytes(archive.suffix_nbytes)))
+        return _StorageInfo(file.name, start, archive.length)
+
+    def finished(self) -> list[NewFile]:
+        """All files."""
+        return [NewFile(file.name, b"", file.segments, file.trailers) for file in self._files]
+
+    def _file(self, nbytes: int) -> _DistcpFile:
+        """The file that takes an archive of about `nbytes`."""
+        if not self._files or (self._files[-1].nbytes + nbytes > self._most_nbytes and self._files[-1].segments):
+            self._files.append(_DistcpFile(f"__0_{len(self._files)}.distcp", [], []))
+        return self._files[-1]

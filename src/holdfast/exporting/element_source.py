@@ -1,0 +1,210 @@
+"""The bytes of a new file: elements of a stored state, read window by window and cast on the way, between given bytes.
+
+A window is one buffer of the writer. All its elements are read at once, so that each stored block is read once for it,
+whatever the layout of the stored files.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.checkpoint.delivery import cut
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.exporting.chosen_tensors import ExportTensor, unfit
+from holdfast.exporting.edge_blocks import EdgeBlocks
+from holdfast.format.dtypes import CARRIERS, DTYPES, numpy_type
+from holdfast.geometry import Box, flat_boxes, whole
+from holdfast.io.buffers import pipeline_pool
+from holdfast.io.reader import read_files
+from holdfast.mapping.parts import NO_AXIS, is_floating
+from holdfast.plan.load import ReadRequest
+from holdfast.store.base import Bytes
+
+_Array = npt.NDArray[Any]
+_LARGEST_E4M3: Final = 448.0
+
+
+class TensorSegment(NamedTuple):
+    """Bytes from `start` on of a new file's data: the elements of box `box` of a tensor, in row-major order."""
+
+    start: int
+    tensor: ExportTensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return prod(self.box.size) * self.tensor.itemsize
+
+
+class GivenSegment(NamedTuple):
+    """Bytes from `start` on of a new file's data that are known."""
+
+    start: int
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return len(self.data)
+
+
+#: The parts of a new file's data. They follow each other without gaps; none is empty.
+Segment = TensorSegment | GivenSegment
+
+
+def segments_between(segments: Sequence[Segment], start: int, stop: int) -> Sequence[Segment]:
+    """Those of `segments` that hold some of the bytes ``[start, stop)``."""
+    first = bisect_right(segments, start, key=lambda segment: segment.start) - 1
+    last = bisect_right(segments, stop - 1, key=lambda segment: segment.start)
+    return segments[max(first, 0) : last]
+
+
+class ElementSource:
+    """The data of one new file, as the writer's `Source`. `advance` gets the number of bytes of each finished window.
+
+    Every block that is read is verified if the state has digests.
+    """
+
+    def __init__(
+        self, state: StoredState, segments: Sequence[Segment], blocks: EdgeBlocks, advance: Callable[[int], None]
+    ) -> None:
+        self._state = state
+        self._segments = segments
+        self._blocks = blocks
+        self._advance = advance
+        self.nbytes = segments[-1].start + segments[-1].nbytes if segments else 0
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """As `Source.read_into`."""
+        window = _WindowReads(self._state)
+        for segment in segments_between(self._segments, start, start + len(out)):
+            low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
+            skipped, held = low - segment.start, out[low - start : high - start]
+            if isinstance(segment, GivenSegment):
+                held[:] = np.frombuffer(segment.data, np.uint8)[skipped : skipped + len(held)]
+            else:
+                window.add(segment, skipped, held)
+        if window.wants:
+            jobs = (self._blocks.shared(job) for _, job in self._state.jobs(window.wants, window))
+            with pipeline_pool() as pool:
+                read_files(jobs, pool=pool, on_corrupt=self._state.corrupt_block)
+        self._advance(len(out))
+
+
+class _Target(NamedTuple):
+    """The elements of a window that one read fills, as carriers; where they are cast, the dtypes from and to."""
+
+    array: _Array
+    cast: tuple[str, str] | None
+
+    def take(self, at: Box, elements: _Array) -> None:
+        self.array[at.slices()] = elements if self.cast is None else _cast(elements, *self.cast)
+
+
+class _WindowReads:
+    """The reads for one window, and the `Targets` that they fill."""
+
+    def __init__(self, state: StoredState) -> None:
+        self._numbers = state.numbers
+        self._targets: list[_Target] = []
+        self.wants: list[ReadRequest] = []
+        self._itemsizes: list[int] = []
+
+    def add(self, segment: TensorSegment, skipped: int, out: Bytes) -> None:
+        """Have `out` filled with the bytes of a segment after the first `skipped` ones."""
+        itemsize = segment.tensor.itemsize
+        elements = out.view(CARRIERS[itemsize])
+        first = skipped // itemsize
+        for offset, box in flat_boxes(segment.box.size, first, first + len(elements)):
+            held = elements[offset : offset + box.numel].reshape(box.size)
+            start = tuple(a + b for a, b in zip(segment.box.start, box.start, strict=True))
+            self._add_box(segment.tensor, Box(start, box.size), held)
+
+    def _add_box(self, tensor: ExportTensor, box: Box, held: _Array) -> None:
+        cast = None if tensor.dtype == tensor.stored_dtype else (tensor.stored_dtype, tensor.dtype)
+        for part in tensor.parts:
+            met = part.meet(box)
+            if met is None:
+                continue
+            common, of_stored = met
+            array = _at(held, common.relative_to(box.start).slices())
+            if part.source is None:
+                array[...] = 0
+                continue
+            self.wants.append(ReadRequest(self._numbers[part.source], of_stored))
+            self._targets.append(_Target(_with_stored_axes(array, part.axes), cast))
+            self._itemsizes.append(DTYPES[tensor.stored_dtype].itemsize)
+
+    def put(self, want: int, at: Box, elements: _Array) -> None:
+        """As `Targets.put`."""
+        self._targets[want].take(at, elements)
+
+    def memory(self, want: int) -> _Array | None:
+        """As `Targets.memory`."""
+        array, cast = self._targets[want]
+        return array.reshape(-1) if cast is None and array.flags.c_contiguous else None
+
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        """As `Targets.fill`."""
+        sizes = (self._targets[want].array.size * self._itemsizes[want] for want in wants)
+        for want, (first, part) in zip(wants, cut(data, sizes, skipped), strict=True):
+            itemsize = self._itemsizes[want]
+            elements, start = part.view(CARRIERS[itemsize]), first // itemsize
+            for offset, at in flat_boxes(self._targets[want].array.shape, start, start + len(elements)):
+                self._targets[want].take(at, elements[offset : offset + at.numel].reshape(at.size))
+
+
+def _at(array: _Array, slices: tuple[slice, ...]) -> _Array:
+    """A view of a part of `array`; an array even without axes, where numpy would return a scalar."""
+    part: _Array = array[slices] if slices else array
+    return part
+
+
+def _with_stored_axes(array: _Array, axes: tuple[int, ...]) -> _Array:
+    """A view of a logical tensor's elements with the axes of the stored one, whose axis ``j`` is axis ``axes[j]`` of
+    `array`."""
+    if axes == tuple(range(array.ndim)):
+        return array
+    used = [axis for axis in axes if axis != NO_AXIS]
+    unused = [axis for axis in range(array.ndim) if axis not in used]  # of one element each
+    seen: _Array = array.transpose(used + unused).squeeze(axis=tuple(range(len(used), array.ndim)))
+    for position, axis in enumerate(axes):
+        if axis == NO_AXIS:
+            seen = np.expand_dims(seen, position)
+    return seen
+
+
+@np.errstate(over="ignore", invalid="ignore")  # a number that the new dtype does not have becomes infinite or nan
+def _cast(elements: _Array, stored: str, dtype: str) -> _Array:
+    """Carriers of elements of dtype `stored` as carriers of `dtype`, as ``tensor.to(dtype)`` gives them."""
+    source, target = numpy_type(stored), numpy_type(dtype)
+    assert source is not None
+    numbers = elements.view(source)
+    if is_floating(dtype) and DTYPES[dtype].itemsize < 4:
+        numbers = numbers.astype(np.float32)  # torch rounds to float32 first, too
+    if dtype == "float8_e4m3fn":
+        numbers = np.clip(numbers, -_LARGEST_E4M3, _LARGEST_E4M3)  # torch saturates here, and only here
+    made: _Array = numbers.astype(target)
+    return made.view(CARRIERS[DTYPES[dtype].itemsize])
+
+
+def check_equal(state: StoredState, pairs: Sequence[tuple[ExportTensor, ExportTensor]]) -> None:
+    """Refuse a mapping that makes one tensor of several that differ. `pairs` are small tensors that must be equal."""
+    for one, other in pairs:
+        if _all_bytes(state, one) != _all_bytes(state, other):
+            text = f"and {other.name} differ, so they cannot become one tensor"
+            raise unfit(one.name, text, "Drop them in an earlier rule, or leave them out with select.")
+
+
+def _all_bytes(state: StoredState, tensor: ExportTensor) -> bytes:
+    out = np.empty(tensor.nbytes, np.uint8)
+    segments = [TensorSegment(0, tensor, whole(tensor.shape))]
+    ElementSource(state, segments, EdgeBlocks(), lambda _: None).read_into(0, out)
+    return out.tobytes()

@@ -1,0 +1,170 @@
+"""Folders as Hugging Face writes them: safetensors files, an index where there are several, and the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Final
+
+from holdfast.errors import ConfigurationError
+from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit, without_common_container
+from holdfast.exporting.chosen_values import plain_key
+from holdfast.exporting.element_source import TensorSegment
+from holdfast.exporting.new_folder import NewFile, NewFolder
+from holdfast.format.container import ALIGNMENT
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.names import split
+from holdfast.geometry import Shape, whole
+
+_F4: Final = "F4"
+#: The codes of safetensors, also of dtypes that our own files store as bytes.
+_CODES: Final[Mapping[str, str]] = {
+    **{dtype.name: dtype.code for dtype in DTYPES.values() if dtype.native},
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "complex64": "C64",
+    "float4_e2m1fn_x2": _F4,
+}
+_SINGLE: Final = "model.safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+#: The stock reader refuses a longer header.
+_MAX_HEADER_NBYTES: Final = 100_000_000
+_CONFIG: Final = "config.json"
+#: The files of a model folder beside its weights.
+_COPIED: Final = (
+    _CONFIG,
+    "generation_config.json",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template.*",
+    "*processor_config.json",
+)
+_MAX_COPIED_NBYTES: Final = 256 << 20
+#: Parts of the names of input embeddings, the likeliest first. Older loaders find a tied tensor only under such a name.
+_EMBEDDINGS: Final = ("shared", "wte", "emb")
+
+
+def hugging_face_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int, config: Path | None) -> NewFolder:
+    """The folder for the chosen tensors, in files of at most `shard_nbytes` bytes of tensors, or of one tensor.
+
+    Raises `IncompatibleError`, code ``incompatible.export``, for dtypes that safetensors lacks and names that meet, and
+    `ConfigurationError`, code ``config.export``, for a `config` folder without a configuration.
+    """
+    names = _names(choice.tensors)
+    shards = list(_shards(choice.tensors, shard_nbytes))
+    total = len(shards)
+    homes = [_SINGLE] if total < 2 else [f"model-{at:05d}-of-{total:05d}.safetensors" for at in range(1, total + 1)]
+    files = [_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
+    copied = {} if config is None else _copied(config)
+    last = {} if total < 2 else {_INDEX: _index(homes, shards, names)}
+    return NewFolder(identity, copied, files, last)
+
+
+def _names(chosen: Sequence[ChosenTensor]) -> dict[str, str]:
+    """The new name of each tensor, by its name in the table. A tied tensor is written once."""
+    kept = {one.tensor.name: min(one.names, key=_likeness) for one in chosen}
+    short = without_common_container(list(kept.values()))
+    names = {name: "/".join(map(plain_key, split(short[of]))) for name, of in kept.items()}
+    owners: dict[str, str] = {}
+    for name, new in names.items():
+        if owners.setdefault(new, name) != name or new == "__metadata__":
+            text = "would get a name that safetensors reserves" if new == "__metadata__" else _meets(new, owners[new])
+            raise unfit(name, text, "Rename it with a mapping (--mapping).")
+    return names
+
+
+def _meets(new: str, other: str) -> str:
+    return f"and {other} would both get the name {new!r}"
+
+
+def _likeness(name: str) -> int:
+    """The rank of a tied tensor's name among its names, of which the least is written."""
+    return next((rank for rank, part in enumerate(_EMBEDDINGS) if part in name), len(_EMBEDDINGS))
+
+
+def _shards(chosen: Sequence[ChosenTensor], shard_nbytes: int) -> Iterator[list[ExportTensor]]:
+    shard: list[ExportTensor] = []
+    held = 0
+    for _, tensor in chosen:
+        if shard and held + tensor.nbytes > shard_nbytes:
+            yield shard
+            shard, held = [], 0
+        shard.append(tensor)
+        held += tensor.nbytes
+    yield shard
+
+
+def _file(home: str, shard: Sequence[ExportTensor], names: Mapping[str, str]) -> NewFile:
+    segments, entries, offset = [], {}, 0
+    for tensor in shard:
+        code = _CODES.get(tensor.dtype)
+        if code is None:
+            text = f"has dtype {tensor.dtype}, which safetensors files cannot hold"
+            raise unfit(tensor.name, text, "Leave it out with select (--select), or cast it with a mapping.")
+        entries[names[tensor.name]] = {
+            "dtype": code,
+            "shape": _shape(tensor),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        if tensor.nbytes:
+            segments.append(TensorSegment(offset, tensor, whole(tensor.shape)))
+        offset += tensor.nbytes
+    return NewFile(home, _header(entries), segments)
+
+
+def _shape(tensor: ExportTensor) -> Shape:
+    """The shape that the header has: safetensors counts halves of bytes in the last axis."""
+    if _CODES[tensor.dtype] != _F4:
+        return tensor.shape
+    if not tensor.shape:
+        raise unfit(tensor.name, "has no axis for its halves of bytes", "Leave it out with select (--select).")
+    return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+
+
+def _header(entries: Mapping[str, object]) -> bytes:
+    """The length of the header and the header, padded so that the data begins where a device can write it directly."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode("ascii")
+    room = len(text) + -(len(text) + 8) % ALIGNMENT
+    if room > _MAX_HEADER_NBYTES:
+        raise ConfigurationError(
+            f"the header of a file would take {room:,} bytes, more than readers of safetensors files accept.",
+            code="config.export",
+            action="Choose a smaller shard size, so that each file has fewer tensors.",
+        )
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names: Mapping[str, str]) -> bytes:
+    pairs = [(names[tensor.name], home) for home, shard in zip(homes, shards, strict=True) for tensor in shard]
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(pairs))}
+    return (json.dumps(index, indent=2) + "\n").encode("ascii")
+
+
+def _copied(folder: Path) -> dict[str, bytes]:
+    """The configuration, generation settings and tokenizer in a model folder, by name."""
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+        if _CONFIG not in names:
+            raise _no_config(folder, f"holds no {_CONFIG}")
+        chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _COPIED)]
+        if sum((folder / name).stat().st_size for name in chosen) > _MAX_COPIED_NBYTES:
+            raise _no_config(folder, "holds configuration files of more than 256 MiB")
+        return {name: (folder / name).read_bytes() for name in chosen}
+    except OSError as error:
+        raise _no_config(folder, f"cannot be read: {error.strerror or error}") from error
+
+
+def _no_config(folder: Path, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{folder} {what}.",
+        code="config.export",
+        action="Name a folder with the configuration of the model, as save_pretrained writes it.",
+        path=str(folder),
+    )

@@ -1,0 +1,175 @@
+"""The folder of an export: durable file by file, continued after a kill, never mixed with anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import holdfast
+from holdfast import exporting
+from holdfast.errors import ConfigurationError, CorruptError, StorageError
+from holdfast.exporting import new_folder
+from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.io.meter import Meter
+from tests.exporting.exported_runs import bits
+from tests.support.command_line import ENVIRONMENT, damage
+
+#: An export that kills itself when it begins the third file.
+KILLED = """
+import os, signal, sys
+import holdfast
+from holdfast.exporting import new_folder
+write, begun = new_folder.write_file, []
+def killed(writer, *arguments, **options):
+    begun.append(writer)
+    if len(begun) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return write(writer, *arguments, **options)
+new_folder.write_file = killed
+holdfast.export(sys.argv[1], sys.argv[2], shard_nbytes=1_000_000)
+"""
+INDEX = "model.safetensors.index.json"
+SHARDS = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
+STATE = {f"w{number}": torch.full((200_000,), float(number)) for number in range(4)}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    holdfast.save(tmp_path / "run", STATE, 1)
+    return tmp_path / "run"
+
+
+def killed(run: Path, folder: Path) -> None:
+    """Begin an export of four files, and kill it in the third."""
+    command = [sys.executable, "-c", KILLED, str(run), str(folder)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder holds the four files and the index, and nothing else, and all tensors of the state."""
+    names = sorted(path.name for path in folder.iterdir())
+    found = {name: bits(tensor) for file in SHARDS for name, tensor in load_file(folder / file).items()}
+    return names == [*SHARDS, INDEX] and found == {name: bits(tensor) for name, tensor in STATE.items()}
+
+
+def test_an_export_that_was_killed_shows_it_and_goes_on_with_the_files_that_lack(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    killed(run, folder)
+    assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [RECORD_NAME, *SHARDS[:2]]
+    written = [(folder / name).stat() for name in SHARDS[:2]]
+    report = holdfast.export(run, folder, shard_nbytes=1_000_000)
+    assert report.kept == tuple(SHARDS[:2])
+    assert report.read_nbytes < 3 << 20
+    assert [(folder / name).stat() for name in SHARDS[:2]] == written
+    assert is_whole(folder)
+
+
+def test_the_progress_counts_every_byte_of_the_new_folder_once_also_those_that_were_there(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meters = []
+
+    @contextmanager
+    def shown(description: str, *, after_s: float) -> Iterator[Meter]:
+        meters.append(Meter())
+        yield meters[-1]
+
+    monkeypatch.setattr(exporting, "progress", shown)
+    killed(run, tmp_path / "hf")
+    for folder in (tmp_path / "hf", tmp_path / "other"):
+        holdfast.export(run, folder, shard_nbytes=1_000_000)
+    needed = sum(tensor.nbytes for tensor in STATE.values())
+    assert [(meter.total, meter.done) for meter in meters] == [(needed, needed)] * 2
+
+
+def test_a_kill_before_the_record_is_removed_loses_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record: dict[str, bytes] = {}
+    check = new_folder._create
+
+    def kept(*arguments: object) -> None:
+        record.setdefault("data", (tmp_path / "hf" / RECORD_NAME).read_bytes())
+        check(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(new_folder, "_create", kept)
+    holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    (tmp_path / "hf" / RECORD_NAME).write_bytes(record["data"])
+    report = holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    assert (report.kept, report.written_nbytes, report.read_nbytes) == ((*SHARDS, INDEX), 0, 0)
+    assert is_whole(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("other", ["size", "dtype", "checkpoint", "short file", "file of somebody", "broken record"])
+def test_a_part_of_another_export_is_refused_and_stays(run: Path, tmp_path: Path, other: str) -> None:
+    folder, shard_nbytes = tmp_path / "hf", 1_000_000
+    killed(run, folder)
+    if other == "size":
+        shard_nbytes = 2_000_000
+    elif other == "checkpoint":
+        holdfast.save(run, STATE, 2)
+    elif other == "short file":
+        os.truncate(folder / SHARDS[0], 800)
+    elif other == "file of somebody":
+        (folder / "notes.txt").write_text("mine")
+    elif other == "broken record":
+        (folder / RECORD_NAME).write_text("{")
+    found = sorted(folder.iterdir())
+    with pytest.raises(ConfigurationError, match="a part of another export") as caught:
+        holdfast.export(run, folder, dtype="bfloat16" if other == "dtype" else None, shard_nbytes=shard_nbytes)
+    assert caught.value.code == "config.destination"
+    assert sorted(folder.iterdir()) == found
+
+
+def test_a_folder_that_holds_something_else_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigurationError, match=r"is not empty: it holds notes\.txt") as caught:
+        holdfast.export(run, tmp_path / "hf")
+    assert caught.value.code == "config.destination"
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["notes.txt"]
+    with pytest.raises(StorageError) as not_a_folder:
+        holdfast.export(run, tmp_path / "hf" / "notes.txt")
+    assert not_a_folder.value.code == "storage.not_a_folder"
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3_000_000))
+    with pytest.raises(StorageError, match=r"needs 3\.1 MiB, but its disk has only 2\.9 MiB free") as caught:
+        holdfast.export(run, tmp_path / "new" / "hf")
+    assert caught.value.code == "storage.full"
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_block_ends_the_export_with_an_error_that_names_it(run: Path, tmp_path: Path) -> None:
+    (data,) = run.glob("checkpoints/*/data-00000.safetensors")
+    damage(data, 0.8)
+    with pytest.raises(CorruptError, match="block 2 of its data"):
+        holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    assert not (tmp_path / "hf" / INDEX).exists()
+
+
+def test_wrong_options_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'onnx' is no format that holdfast writes") as caught:
+        holdfast.export(tmp_path / "none", tmp_path / "hf", "onnx")
+    assert caught.value.code == "config.export"
+    with pytest.raises(ValueError, match="dtype must be a floating dtype"):
+        holdfast.export(tmp_path / "none", tmp_path / "hf", dtype="int8")
+    with pytest.raises(ValueError, match="shard_nbytes is 0"):
+        holdfast.export(tmp_path / "none", tmp_path / "hf", shard_nbytes=0)
+    with pytest.raises(TypeError, match="a list of rules"):
+        holdfast.export(tmp_path / "none", tmp_path / "hf", mapping=["a"])  # type: ignore[list-item]
