@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.errors import ConfigurationError
+from tests.project.test_docs import ARGUMENT, signature_rows
 from tests.support.bound import bits
 from tests.support.models import start_new_job
 
@@ -277,6 +278,13 @@ def test_a_job_that_an_exception_ends_can_be_started_again_in_the_same_process(r
     again = Job(run, 6)
     assert again.saves.report is not None
     assert again.saves.report.next_step == 2
+
+
+def test_the_reference_has_every_argument_of_the_callback() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
+    section = page.partition("## `HoldfastCallback`\n")[2].partition("\n## ")[0]
+    rows = [(name, kind.replace("\\|", "|"), default) for name, kind, default in ARGUMENT.findall(section)]
+    assert rows == signature_rows(HoldfastCallback)
 
 
 def order_of(epoch: int) -> list[int]:
