@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,13 @@ from tests.support.bound import bits
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
 
-def trained(
-    node_dir: Path, num_ranks: int, run: str, num_steps: int, stop: tuple[int, int] = (0, -1)
+def train(
+    node_dir: Path, num_ranks: int, run: str, num_steps: int, stop: tuple[int, int] = (0, -1), *, wrapped: str = "ddp"
 ) -> TorchrunResult:
     """Train up to a number of steps, or until the last rank gets a signal in a step."""
     folder = node_dir.parent
     shutil.copy(Path(__file__).with_name("transformers_job.py"), folder / "train.py")
-    return run_torchrun(folder, num_ranks, str(folder / run), str(node_dir), str(num_steps), *map(str, stop))
+    return run_torchrun(folder, num_ranks, wrapped, str(folder / run), str(node_dir), str(num_steps), *map(str, stop))
 
 
 def samples_of(lines: list[str]) -> dict[int, list[int]]:
@@ -42,9 +43,11 @@ def contents(run: Path) -> dict[str, object]:
     return {"step": view.step, **tensors, **{name: repr(view.value(name)) for name in names}}
 
 
-def test_a_job_that_is_killed_goes_on_bit_for_bit_on_as_many_ranks_and_by_samples_on_others(
-    tmp_path: Path, node_dir: Path
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+def test_a_killed_job_goes_on_bit_for_bit_on_as_many_ranks_and_by_samples_on_others(
+    wrapped: str, tmp_path: Path, node_dir: Path
 ) -> None:
+    trained = partial(train, wrapped=wrapped)
     status, lines = trained(node_dir, 2, "whole", 19)
     assert status == 0
     whole = samples_of(lines)
@@ -65,12 +68,12 @@ def test_a_job_that_is_killed_goes_on_bit_for_bit_on_as_many_ranks_and_by_sample
 
 
 def test_a_preemption_of_one_rank_loses_no_step(tmp_path: Path, node_dir: Path) -> None:
-    status, lines = trained(node_dir, 2, "run", 60, (signal.SIGTERM, 4))
+    status, lines = train(node_dir, 2, "run", 60, (signal.SIGTERM, 4))
     first = samples_of(lines)
     assert status != 0
     assert 5 <= len(first) < 30
     assert holdfast.open(tmp_path / "run").step == len(first) - 1
-    status, lines = trained(node_dir, 3, "run", len(first) + 3)
+    status, lines = train(node_dir, 3, "run", len(first) + 3)
     assert (status, [*samples_of(lines)]) == (0, [*range(len(first), len(first) + 3)])
-    status, lines = trained(node_dir, 1, "run", len(first) + 3)
+    status, lines = train(node_dir, 1, "run", len(first) + 3)
     assert (status, samples_of(lines)) == (0, {})

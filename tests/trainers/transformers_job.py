@@ -1,7 +1,7 @@
 """A job of transformers' `Trainer` with dropout, which torchrun runs.
 
-Arguments: the run, the memory of the node, the number of steps, a signal, and the step in which the last rank gets it.
-Each rank prints the samples of each step.
+Arguments: how the model is wrapped ("ddp" or "fsdp2"), the run, the memory of the node, the number of steps, a signal,
+and the step in which the last rank gets it. Each rank prints the samples of each step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from holdfast import Memory
 from holdfast.trainers.transformers_trainer import HoldfastCallback
 
-RUN, NODE_DIR, NUM_STEPS, SIGNAL, STEP = sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])
+WRAPPED, RUN, NODE_DIR = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+NUM_STEPS, SIGNAL, STEP = map(int, sys.argv[4:])
 
 
 class Regression(nn.Module):
@@ -58,6 +61,12 @@ with HoldfastCallback(RUN, memory=Memory(node_dir=NODE_DIR)) as saves:
         eval_dataset=rows[:6],
         callbacks=[saves],
     )
+    if WRAPPED == "fsdp2":  # Trainer shards only on accelerators, so this does what it would do there
+        sharding = trainer.accelerator.state
+        sharding.distributed_type = DistributedType.FSDP
+        sharding.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        trainer.is_fsdp_enabled = True
     trainer.train()
+assert (WRAPPED == "fsdp2") == isinstance(next(trainer.model.parameters()), DTensor)
 dist.destroy_process_group()
 sys.exit(saves.exit_code)
