@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast
+from holdfast.data import GlobalOrder
 from holdfast.errors import ConfigurationError
 from tests.project.test_docs import ARGUMENT, signature_rows
 from tests.support.bound import bits
@@ -77,18 +80,19 @@ class Job:
     ) -> None:
         start_new_job()
         self.model = Regression()
-        saves = {name: options.pop(name) for name in ("save", "keep", "extra", "at") if name in options}
+        saves = {name: options.pop(name) for name in ("save", "keep", "extra", "at", "select") if name in options}
         callbacks = options.pop("callbacks", [])
+        datasets = {"train_dataset": options.pop("train", ROWS), "eval_dataset": options.pop("evaluate", ROWS[:8])}
+        kind = options.pop("trainer", StoppedTrainer)
         arguments: State = {"save_steps": 2, "lr_scheduler_type": "constant", "logging_steps": 1}
         arguments |= {"max_steps": max_steps, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": "none"}
         arguments |= {"disable_tqdm": True, "per_device_eval_batch_size": 8} | options
         self.saves = HoldfastCallback(run, memory=None, **saves)
         folder = str(Path(run).parent / "output")
-        self.trainer = StoppedTrainer(
+        self.trainer = kind(
             model=self.model,
             args=TrainingArguments(folder, **arguments),
-            train_dataset=ROWS,
-            eval_dataset=ROWS[:8],
+            **datasets,
             callbacks=[*callbacks, self.saves],
         )
         self.trainer.stop = stop
@@ -231,6 +235,49 @@ def test_the_counter_of_early_stopping_goes_on(run: str) -> None:
 
     job(2)
     assert job(3).early_stopping_patience_counter == 3
+
+
+class OrderedTrainer(StoppedTrainer):
+    """A Trainer whose loader has an order of ours."""
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        order = GlobalOrder(len(ROWS), global_batch_size=4, seed=7)
+        return DataLoader(ROWS, batch_sampler=order, collate_fn=self.data_collator)  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[State]):
+    """The samples as a stream."""
+
+    def __iter__(self) -> Iterator[State]:
+        return iter(ROWS)
+
+
+@more
+@pytest.mark.parametrize("options", [{"trainer": OrderedTrainer}, {"train": Stream()}], ids=["order", "stream"])
+def test_loaders_without_a_length_go_on_where_they_were(options: State, tmp_path: Path) -> None:
+    whole = Job(str(tmp_path / "whole"), 15, **options)
+    first = Job(str(tmp_path / "parts"), 15, stop=8, save_steps=8, **options)
+    second = Job(str(tmp_path / "parts"), 15, **options)
+    assert first.model.seen + second.model.seen == whole.model.seen
+    assert second.found["bits"] == whole.found["bits"]
+    assert Job(str(tmp_path / "parts"), 15, **options).model.seen == []
+
+
+@more
+def test_a_step_that_several_evaluations_measure_is_saved_with_all_their_metrics(run: str) -> None:
+    datasets: State = {"evaluate": {"few": ROWS[:4], "many": ROWS}, "eval_strategy": "steps", "eval_steps": 2}
+    Job(run, 4, **datasets, keep=holdfast.KeepBest("eval_many_loss", 9) | holdfast.KeepLast(9))
+    last = next(iter(holdfast.ls(run)))
+    assert last.step == 3
+    assert last.metrics.keys() == {"eval_few_loss", "eval_many_loss"}
+
+
+@more
+def test_a_selection_of_weights_goes_on_at_the_same_position(tmp_path: Path) -> None:
+    chosen = ["model", "scheduler", "random", "trainer"]
+    first = Job(str(tmp_path / "run"), 15, stop=8, save_steps=8, select=chosen)
+    second = Job(str(tmp_path / "run"), 15, select=chosen)
+    assert first.model.seen + second.model.seen == Job(str(tmp_path / "whole"), 15).model.seen
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from accelerate import skip_first_batches
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
-from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import IterableDataset, Sampler, SequentialSampler
 
 from holdfast.data.batch_order import BatchOrder
 
@@ -156,7 +156,7 @@ class LoaderPosition:
 
     def finish(self) -> None:
         """Training is done: the loader has no batch any more."""
-        _iterate(self._loader, DataLoader([]))  # type: ignore[arg-type]
+        _iterate(self._loader, ())
 
     def pass_begins(self) -> None:
         """Trainer begins an epoch."""
@@ -273,15 +273,20 @@ def _skipping(loader: Any, batches: int) -> Any:
         loader.skip_batches = batches
         return lambda: setattr(loader, "skip_batches", 0)
     rest = skip_first_batches(loader, batches)
-    return _iterate(loader, getattr(rest, "base_dataloader", rest))
+    if not hasattr(loader, "base_dataloader"):
+        return _iterate(loader, rest)
+    before = loader.base_dataloader
+    loader.base_dataloader = rest.base_dataloader
+    return lambda: setattr(loader, "base_dataloader", before)
 
 
 def _iterate(loader: Any, source: Any) -> Any:
-    """Have each iteration of `loader` give the batches of `source`. Returns a function that undoes it."""
-    if hasattr(loader, "base_dataloader"):
-        before = loader.base_dataloader
-        loader.base_dataloader = source
-        return lambda: setattr(loader, "base_dataloader", before)
-    kind = loader.__class__
-    loader.__class__ = type(kind.__name__, (kind,), {"__iter__": lambda _: iter(source)})
-    return lambda: setattr(loader, "__class__", kind)
+    """Have each iteration of `loader` give the batches of `source`. Returns a function that undoes it.
+
+    Trainer holds the loader itself, and an iteration begins with a method of its class, so the loader gets another
+    class. Loaders of accelerate show that of the loader inside as theirs, hence the way through `object`.
+    """
+    kind = type(loader)
+    set_class = vars(object)["__class__"].__set__
+    set_class(loader, type(kind.__name__, (kind,), {"__iter__": lambda _: iter(source)}))
+    return lambda: set_class(loader, kind)
