@@ -59,6 +59,7 @@ class LightningFit:
         #: The metrics when the last validation began, and the names of those that validations log.
         self._before: dict[str, Tensor] = {}
         self._of_validation: set[str] = set()
+        #: The metrics of the validation that followed the last batch, and the loss of the last step.
         self._new: dict[str, Tensor] = {}
         self._loss: dict[str, Tensor] = {}
 
@@ -105,6 +106,7 @@ class LightningFit:
     def batch_ends(self, outputs: object) -> None:
         """A batch has been trained on; an optimizer may have stepped."""
         trainer = self._trainer
+        self._new = {}
         self._has_stepped = trainer.global_step != self._global_step
         if not self._has_stepped:
             return
@@ -126,17 +128,16 @@ class LightningFit:
         metrics = self._trainer.callback_metrics
         new = {name: value for name, value in metrics.items() if value is not self._before.get(name)}
         self._of_validation |= new.keys()
-        self._new |= new
+        self._new = new
         if not self._is_last_batch():
             self._pending_step_ends(new)
 
     def epoch_ends(self) -> None:
         """An epoch has ended, and all other callbacks have heard of it."""
         self._pending_step_ends(self._new | self._logged_in_training())
-        self._new = {}
         num_epochs = self._trainer.current_epoch + 1
         if (self._every_epochs is not None and num_epochs % self._every_epochs == 0) or self._ends_here():
-            self._save_unless_saved(self._loss | self._logged_in_training())
+            self._save_unless_saved(self._loss | self._new | self._logged_in_training())
 
     def save_last(self) -> None:
         """The training has ended: save its last step, unless it is saved."""
