@@ -30,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.data import GlobalOrder
+from holdfast.trainers.lightning_trainer import LightningCheckpoint
 
 class Model(lightning.LightningModule):
     def __init__(self):

@@ -1,0 +1,37 @@
+"""A job of Lightning on several ranks that dies: it goes on bit for bit on as many ranks, and on others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.data import GlobalOrder
+from tests.project.test_migrating import samples_of
+from tests.project.torchrun import run_torchrun
+from tests.trainers.stored import contents
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+
+
+@pytest.mark.usefixtures("node_dir")
+def test_a_killed_job_of_lightning_goes_on_bit_for_bit_and_on_more_ranks_with_the_other_package(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("lightning_job.py"), tmp_path / "train.py")
+    status, lines = run_torchrun(tmp_path, 2, "lightning", "whole", "10", "-1")
+    assert (status, [*samples_of(lines)]) == (0, [*range(10)])
+    killed, _ = run_torchrun(tmp_path, 2, "lightning", "parts", "10", "7")
+    assert killed != 0
+    status, lines = run_torchrun(tmp_path, 2, "lightning", "parts", "10", "-1")
+    assert status == 0
+    assert 5 <= min(samples_of(lines)) <= 7  # what the killed job had staged, in the memory of the node
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    status, lines = run_torchrun(tmp_path, 3, "pytorch_lightning", "parts", "14", "-1")
+    assert status == 0
+    batches = iter(GlobalOrder(24, global_batch_size=6, seed=7))
+    expected = {step: sorted(next(batches)) for step in range(14)}
+    assert {step: sorted(found) for step, found in samples_of(lines).items()} == {s: expected[s] for s in range(10, 14)}
+    listed = {each.step: each.metrics for each in holdfast.ls(tmp_path / "parts")}
+    assert {11, 12, 13} <= listed.keys()
+    assert "val_loss" in listed[11]  # the only one of these that a validation followed
