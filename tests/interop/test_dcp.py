@@ -18,23 +18,20 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as OldProperties
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
 # Stock DCP warns where there is one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
 ROWS, COLUMNS = 37, 65_537
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def some_state(seed: int = 0) -> dict[str, Any]:
@@ -174,7 +171,9 @@ def load_elsewhere(folder: str) -> list[bytes]:
     holdfast.load(folder, {"model": {"weight": columns}}, select="model", timeout_s=40)
     stock = {"model": {"weight": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(1)])}}
     dcp.load(stock, checkpoint_id=folder)
-    return [bits(part) for part in (net.weight.to_local(), columns.to_local(), stock["model"]["weight"].to_local())]
+    return [
+        bits(part.detach()) for part in (net.weight.to_local(), columns.to_local(), stock["model"]["weight"].to_local())
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
@@ -261,6 +260,59 @@ def test_parts_that_do_not_make_up_a_tensor_are_refused(folder: Path, change: st
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(holdfast.CorruptError, match=r"tensor model/embed.weight (is not whole|has a part outside)"):
         holdfast.open(folder)
+
+
+def test_metadata_that_would_take_for_ever_to_check_is_refused_at_once(folder: Path) -> None:
+    metadata = metadata_of(folder)
+    entry: Any = metadata.state_dict_metadata["model.embed.weight"]
+    index: Any = next(index for index in metadata.storage_data if index.fqn == "model.embed.weight")
+    entry.size = torch.Size([2] * 40)
+    ends = [(0,) * 40, (1,) * 40]
+    entry.chunks[:] = [ChunkStorageMetadata(torch.Size(end), torch.Size([1] * 40)) for end in ends]
+    for end in ends:
+        metadata.storage_data[MetadataIndex(index.fqn, end)] = metadata.storage_data[index]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(holdfast.CorruptError, match="2 parts that form no grid: too many to check"):
+        holdfast.open(folder)
+    metadata = metadata_of(write(folder.parent / "other", some_state()))
+    metadata.planner_data["model.half"] = ("a",) * 200
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(holdfast.CorruptError, match="is no path of a state dict"):
+        holdfast.open(folder)
+
+
+def test_parts_of_a_tensor_that_form_no_grid_are_read(folder: Path) -> None:
+    """Three boxes side by side and above each other, as ragged shards have them."""
+    table, parts = torch.arange(24.0).reshape(4, 6), [(0, 0, 2, 6), (2, 0, 2, 1), (2, 1, 2, 5)]
+    pieces = {
+        f"p{row}.{column}": table[row : row + height, column : column + width].clone()
+        for row, column, height, width in parts
+    }
+    write(folder.parent / "ragged", pieces)
+    metadata = metadata_of(folder.parent / "ragged")
+    entry: Any = metadata.state_dict_metadata["p0.0"]
+    entry.size, entry.chunks[:] = torch.Size([4, 6]), []
+    storage: Any = {}
+    for row, column, height, width in parts:
+        entry.chunks.append(ChunkStorageMetadata(torch.Size([row, column]), torch.Size([height, width])))
+        old: Any = next(index for index in metadata.storage_data if index.fqn == f"p{row}.{column}")
+        storage[MetadataIndex("w", (row, column))] = metadata.storage_data[old]
+    metadata.state_dict_metadata, metadata.storage_data, metadata.planner_data = {"w": entry}, storage, None
+    (folder.parent / "ragged" / ".metadata").write_bytes(pickle.dumps(metadata))
+    view = holdfast.open(folder.parent / "ragged")
+    assert torch.equal(view["w"][...], table)
+    assert torch.equal(view["w"][1:4, ::2], table[1:4, ::2])
+
+
+def test_metadata_of_older_torch_is_read(folder: Path) -> None:
+    """Torch before 2.4 pickled the properties of tensors by a class of another module, and Python before 3.13 paths."""
+    metadata = metadata_of(folder)
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.properties = OldProperties(dtype=entry.properties.dtype)  # type: ignore[assignment]
+    for protocol in (2, 4, 5):
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
+        assert bits(holdfast.open(folder)["model/half"][...]) == bits(some_state()["model"]["half"])
 
 
 def test_items_of_another_tensor_are_refused_by_their_shape_and_dtype(folder: Path) -> None:

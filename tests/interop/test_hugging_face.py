@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 from holdfast.mapping import Rename
 from tests.interop.hf_folders import INDEX, shard_name, some_tensors, write_index, write_sharded
+from tests.support.bound import bits
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -32,11 +33,6 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.ModuleDict({"embed": nn.Embedding(700, 512)})
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def key(name: str) -> str:
@@ -143,6 +139,28 @@ def test_ranks_take_rows_and_columns_of_tensors_that_nobody_divided(sharded: Pat
     assert parts == [[bits(rows), bits(columns.contiguous())] for rows, columns in wanted]
 
 
+def load_own(*paths: str) -> tuple[str, bool]:
+    """Each rank loads the path with its number; returns the error's code, and whether its tensor kept its elements."""
+    live = {"w": torch.full((3,), -1.0)}
+    try:
+        holdfast.load(paths[torch.distributed.get_rank()], live, timeout_s=40)
+    except holdfast.HoldfastError as error:
+        return error.code, bool((live["w"] == -1).all())
+    return "", False
+
+
+def test_ranks_that_see_different_folders_load_nothing(tmp_path: Path) -> None:
+    for number, tensor in enumerate((torch.zeros(3), torch.zeros(3), torch.zeros(4))):
+        (tmp_path / str(number)).mkdir()
+        save_file({"w": tensor}, tmp_path / str(number) / "model.safetensors")
+    one, twin, other = (str(tmp_path / str(number)) for number in range(3))
+    assert run_ranks(2, load_own, one, twin) == [("", False)] * 2  # one folder at two mount points
+    assert run_ranks(2, load_own, one, other) == [("storage.not_shared", True)] * 2
+    assert run_ranks(2, load_own, one, str(tmp_path / "gone")) == [("not_found.run", True)] * 2
+    (tmp_path / "0" / "model.safetensors").write_bytes(b"x")
+    assert run_ranks(2, load_own, one, one) == [("corrupt.foreign", True)] * 2
+
+
 def test_tied_weights_that_are_stored_once_fill_both_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -179,6 +197,22 @@ def test_no_run_continues_from_a_foreign_folder_and_the_log_says_that_nothing_wa
         holdfast.save(run, live, 1)
     assert refused.value.code == "config.unloaded_history"
     assert holdfast.save(sharded.parent / "new", live, 0).place == "1.1"
+
+
+def test_a_new_run_begins_with_a_foreign_folder_and_forks_none(sharded: Path) -> None:
+    live = {name: torch.zeros_like(tensor) for name, tensor in some_tensors().items()}
+    run = sharded.parent / "run"
+    with holdfast.Checkpointer(run, live, initial=sharded, memory=None) as checkpointer:
+        report = checkpointer.restore()
+        assert (report.step, report.next_step) == (None, 0)
+        assert bits(live["model.embed.weight"]) == bits(some_tensors()["model.embed.weight"])
+        checkpointer.save(0)
+        checkpointer.wait()
+    assert holdfast.open(run).step == 0
+    forking = holdfast.Checkpointer(sharded.parent / "fork", live, initial=sharded, memory=None, fork=True)
+    with forking, pytest.raises(holdfast.ConfigurationError) as caught:
+        forking.restore()
+    assert caught.value.code == "config.fork"
 
 
 def test_a_lone_file_is_found_by_its_path_and_a_text_file_is_not(tmp_path: Path) -> None:

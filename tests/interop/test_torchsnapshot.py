@@ -24,9 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.mapping import Rename
-from tests.interop.test_dcp import bits, described, emptied, some_state
+from tests.interop.test_dcp import described, emptied, some_state
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
+from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
 with warnings.catch_warnings():

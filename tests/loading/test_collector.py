@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.loading.collector import collector_paused
+from holdfast.collector import collector_paused
 
 
 @pytest.fixture(autouse=True)

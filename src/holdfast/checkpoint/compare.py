@@ -12,7 +12,7 @@ from math import prod
 import msgspec
 import numpy as np
 
-from holdfast.checkpoint.delivery import cut
+from holdfast.checkpoint.delivery import ArrayTargets
 from holdfast.checkpoint.elements import Array, ElementDiff
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format import values as value_codec
@@ -20,7 +20,6 @@ from holdfast.format.dtypes import CARRIERS, DTYPES
 from holdfast.format.values import Container, Leaf, Node
 from holdfast.geometry import Box, Shape, flat_boxes
 from holdfast.plan.load import ReadRequest
-from holdfast.store.base import Bytes
 
 #: Most bytes of each side that are in memory at once.
 _BATCH_NBYTES = 32 << 20
@@ -219,32 +218,11 @@ def _compare_batch(a: Checkpoint, b: Checkpoint, batch: list[_ComparedPart], pro
 
 def _read(checkpoint: Checkpoint, wants: list[ReadRequest]) -> list[Array]:
     """Read the elements of each want, in row-major order, as carriers."""
-    targets = _ComparedArrays(
+    targets = ArrayTargets(
         [np.empty(want.box.size, CARRIERS[int(checkpoint.files.itemsizes[want.tensor])]) for want in wants]
     )
     checkpoint.read(wants, targets)
     return [array.reshape(-1) for array in targets.arrays]
-
-
-@dataclass(frozen=True)
-class _ComparedArrays:
-    """The targets of a comparison's reads: one array per want."""
-
-    arrays: list[Array]
-
-    def put(self, want: int, at: Box, elements: Array) -> None:
-        """Take elements for box `at` of a want."""
-        self.arrays[want][at.slices()] = elements
-
-    def memory(self, want: int) -> Array:
-        """The elements of a want, one after the other."""
-        return self.arrays[want].reshape(-1)
-
-    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
-        """Take elements of several wants."""
-        outs = [self.arrays[want].reshape(-1).view(np.uint8) for want in wants]
-        for out, (first, part) in zip(outs, cut(data, map(len, outs), skipped), strict=True):
-            out[first : first + len(part)] = part
 
 
 def _value_differences(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:

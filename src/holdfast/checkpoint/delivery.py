@@ -124,6 +124,27 @@ class Delivery:
             self._targets.put(number, target, held[source.slices()])
 
 
+@dataclass(frozen=True)
+class ArrayTargets:
+    """Targets that are one contiguous array of carriers for each want, in the shape of its box."""
+
+    arrays: Sequence[npt.NDArray[Any]]
+
+    def put(self, want: int, at: Box, elements: npt.NDArray[Any]) -> None:
+        """As `Targets.put`."""
+        self.arrays[want][at.slices()] = elements
+
+    def memory(self, want: int) -> npt.NDArray[Any]:
+        """As `Targets.memory`."""
+        return self.arrays[want].reshape(-1)
+
+    def fill(self, wants: Sequence[int], skipped: int, data: Bytes) -> None:
+        """As `Targets.fill`."""
+        outs = [self.arrays[want].reshape(-1).view(np.uint8) for want in wants]
+        for out, (first, part) in zip(outs, cut(data, map(len, outs), skipped), strict=True):
+            out[first : first + len(part)] = part
+
+
 def cut(data: Bytes, sizes: Iterable[int], skipped: int) -> Iterator[tuple[int, Bytes]]:
     """Cut what `Targets.fill` takes into the bytes of each want, each with the place of its first byte in the want;
     `sizes` are the numbers of bytes of the wants."""

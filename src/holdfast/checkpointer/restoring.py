@@ -112,10 +112,21 @@ def restore(
             return Restored(RestoreReport(None, None, None, None))
         options = Options(select, fallback=fallback, verify=verify, continues=False)
         report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
+        if is_fork and not report.place:
+            raise _no_steps(initial) from None
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
         return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
     return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+
+
+def _no_steps(initial: Selection) -> ConfigurationError:
+    return ConfigurationError(
+        f"'{initial}' was written by another system and has no steps, so a run cannot continue them.",
+        code="config.fork",
+        action="Leave fork=True out: the run then begins at step 0 with that state.",
+        path=initial.root,
+    )
 
 
 def _note_fork(run: Location, initial: Selection, report: LoadReport, *, timeout_s: float) -> None:

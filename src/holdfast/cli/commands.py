@@ -353,6 +353,22 @@ def node(
         raise typer.Exit(FAILURE)
 
 
+@app.command(name="import")
+def import_checkpoint(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of another system, such as a Hugging Face folder.")
+    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run.")],
+    *,
+    step: Annotated[int, typer.Option("--step", min=0, help="The number of the step that the checkpoint is of.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Bring a checkpoint of another system into a new run. Reads and writes each byte once, in little memory."""
+    from holdfast.cli.importing_command import import_checkpoint
+
+    import_checkpoint(source, run, step=step, as_json=as_json)
+
+
 @app.command("request-save")
 def request_save(run: RunArgument) -> None:
     """Ask the job that trains on a run to save soon. The job needs the policy OnRequest."""

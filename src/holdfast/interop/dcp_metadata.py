@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
+from holdfast.collector import collector_paused
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join
-from holdfast.format.values import TorchValue
+from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
 from holdfast.interop.item_places import Item, TensorItems
 from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects, unpickled
@@ -16,10 +17,13 @@ from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _TENSOR: Final = f"{_METADATA} TensorStorageMetadata"
 _BYTES: Final = f"{_METADATA} BytesStorageMetadata"
+#: The module in which torch before 2.4 had the properties of tensors.
+_OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
 #: Versions of Python write the names of these classes in several ways; none of them is looked at.
 _UNREAD: Final = (
     f"{_METADATA} StorageMeta",
     f"{_METADATA} _MEM_FORMAT_ENCODING",
+    f"{_OLD} MEM_FORMAT_ENCODING",
     "torch.serialization _get_layout",
     *(
         f"{module} {name}"
@@ -34,6 +38,7 @@ _GLOBALS: Final[Globals] = {
         _BYTES,
         f"{_METADATA} Metadata",
         f"{_METADATA} TensorProperties",
+        f"{_OLD} TensorProperties",
         f"{_METADATA} ChunkStorageMetadata",
         f"{_METADATA} MetadataIndex",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
@@ -59,6 +64,7 @@ class DcpMetadata(NamedTuple):
     values: Mapping[str, tuple[StatePath, Item]]
 
 
+@collector_paused()
 def decode_metadata(data: bytes) -> DcpMetadata:
     """The content of a ``.metadata`` file. Runs no code from it.
 
@@ -103,7 +109,7 @@ def _fields(record: object, name: str) -> dict[str, Any]:
 
 
 def _path(path: object) -> StatePath:
-    if not isinstance(path, tuple) or not path or not isinstance(path[0], str):
+    if not isinstance(path, tuple) or not 0 < len(path) <= MAX_DEPTH or not isinstance(path[0], str):
         raise PickleError(f"{path!r:.100} is no path of a state dict")
     if not all(type(key) is str or (type(key) is int and key >= 0) for key in path):
         raise PickleError(f"{path!r:.100} is no path of a state dict")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.format.container import CellOffsets, Entry, FileLayout, StoredCells
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable
-from holdfast.format.partition import Cells, cells_of
+from holdfast.format.manifest import Boxes, DecodedTable, Grid, Partition, SequenceTable, StateTable, ValueBlock
+from holdfast.format.partition import Cells, cells_of, is_too_long
 from holdfast.geometry import Int64s, Shape, coverage_fault
 from holdfast.plan.divide import as_grid
 from holdfast.wording import count
@@ -49,14 +50,15 @@ class GivenPlaces:
         self._nbytes = nbytes
         self._offsets_of = offsets_of
         self._cells: dict[int, Cells] = {}
-        table = _Tables()
+        table = StateTables()
         parts = 0
         #: For each tensor, the numbers of its parts in the order of its cells.
         self._parts: list[Int64s] = []
         for tensor in tensors:
             self._parts.append(parts + table.add(tensor))
             parts += len(tensor.files)
-        self.manifest = table.decoded(num_files=len(nbytes), aliases=dict(sorted((aliases or {}).items())))
+        body, blobs = table.finish(num_files=len(nbytes), aliases=aliases)
+        self.manifest = DecodedTable(body, b"".join(blobs))
 
     @cached_property
     def itemsizes(self) -> Int64s:
@@ -101,19 +103,37 @@ def uncovered(tensor: ForeignTensor) -> str | None:
     room = np.asarray(tensor.shape, np.int64) - tensor.starts
     if ((tensor.starts < 0) | (tensor.sizes < 0) | (tensor.sizes > room)).any():
         return f"has a part outside its shape {list(tensor.shape)}"
-    filled = (tensor.sizes > 0).all(axis=1)
-    starts, sizes = tensor.starts[filled], tensor.sizes[filled]
-    if not tensor.shape:
-        return None if len(starts) == 1 else f"is stored {count(len(starts), 'time')}"
-    fault = coverage_fault([tensor.shape], np.zeros(len(starts), np.int64), starts, sizes)
+    _, rows = _cells(tensor)
+    num_axes = len(tensor.shape)
+    if not num_axes:
+        return None if len(rows) == 1 else f"is stored {count(len(rows), 'time')}"
+    if not len(rows) and not prod(tensor.shape):
+        return None
+    cuts = as_grid(rows, tensor.shape)
+    if cuts is not None and not any(axis[0] for axis in cuts):
+        return None
+    if is_too_long(len(rows), num_axes):
+        return f"has {count(len(rows), 'part')} that form no grid: too many to check"
+    fault = coverage_fault([tensor.shape], np.zeros(len(rows), np.int64), rows[:, :num_axes], rows[:, num_axes:])
     if fault is None:
         return None
     times = f"is stored {count(fault.times, 'time')}" if fault.times else "is not stored"
     return f"is not whole: its element {list(fault.index)} {times}"
 
 
-class _Tables:
-    """The tables of a foreign state under construction."""
+def _cells(tensor: ForeignTensor) -> tuple[Int64s, Int64s]:
+    """The numbers of the parts of a tensor that have elements, in the order of cells, and their starts and sizes as
+    rows."""
+    numbers = np.flatnonzero((tensor.sizes > 0).all(axis=1))
+    rows = np.concatenate([tensor.starts, tensor.sizes], axis=1)[numbers]
+    if not tensor.shape:
+        return numbers, rows
+    order = np.lexsort(rows[:, : len(tensor.shape)].T[::-1])
+    return numbers[order], rows[order]
+
+
+class StateTables:
+    """The table of a state under construction; tensors are added in the order of their names."""
 
     def __init__(self) -> None:
         self._sequences = SequenceTable()
@@ -125,11 +145,7 @@ class _Tables:
 
     def add(self, tensor: ForeignTensor) -> Int64s:
         """Add a tensor. Returns the numbers of its parts in the order of its cells; parts without elements are none."""
-        numbers = np.flatnonzero((tensor.sizes > 0).all(axis=1))
-        rows = np.concatenate([tensor.starts, tensor.sizes], axis=1)[numbers]
-        if rows.shape[1]:
-            order = np.lexsort(rows[:, : len(tensor.shape)].T[::-1])
-            numbers, rows = numbers[order], rows[order]
+        numbers, rows = _cells(tensor)
         partition = self._partition(rows, tensor.shape, tensor.files[numbers])
         self._names.append(tensor.name)
         dtypes, shapes, partitions = self._columns
@@ -146,12 +162,20 @@ class _Tables:
         columns = [self._sequences.add(np.ascontiguousarray(column)) for column in rows.T]
         return Boxes(tuple(columns[: len(shape)]), tuple(columns[len(shape) :]), owners)
 
-    def decoded(self, *, num_files: int, aliases: dict[str, str]) -> DecodedTable:
-        """The finished table."""
+    def finish(
+        self,
+        *,
+        num_files: int,
+        aliases: Mapping[str, str] | None = None,
+        values: tuple[ValueBlock, ...] = (),
+        features: tuple[str, ...] = (),
+    ) -> tuple[StateTable, Sequence[bytes]]:
+        """The finished table, and the bytes of its sequences."""
         dtypes, shapes, partitions = map(tuple, self._columns)
+        writers = self._sequences.add(np.arange(num_files))
         body = StateTable(
             world_size=1,
-            reader_features=(),
+            reader_features=features,
             names=tuple(self._names),
             dtype_table=tuple(self._dtypes),
             dtypes=dtypes,
@@ -159,13 +183,13 @@ class _Tables:
             shapes=shapes,
             partition_table=tuple(self._partitions),
             partitions=partitions,
-            aliases=aliases,
+            aliases=dict(sorted((aliases or {}).items())),
             num_files=num_files,
-            writers=self._sequences.add(np.arange(num_files)),
-            values=(),
+            writers=writers,
+            values=values,
             sequences=tuple(self._sequences.sequences),
         )
-        return DecodedTable(body, b"".join(self._sequences.blobs))
+        return body, self._sequences.blobs
 
 
 def _whole_cuts(shape: Shape) -> tuple[Int64s, ...]:

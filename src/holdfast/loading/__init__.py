@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nested
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.stored_state import NO_STEP, StoredState
+from holdfast.collector import collector_paused
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
@@ -25,7 +26,6 @@ from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.interop.foreign_format import ForeignState
 from holdfast.interop.formats import foreign_at, foreign_instead
-from holdfast.loading.collector import collector_paused
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode

@@ -11,10 +11,10 @@ import torch
 
 from holdfast.checkpoint.data_files import DataFiles
 from holdfast.checkpoint.delivery import Targets
+from holdfast.collector import collector_paused
 from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError
 from holdfast.geometry import Box
-from holdfast.loading.collector import collector_paused
 from holdfast.loading.wanted import Wanted, wanted
 from holdfast.mapping.parts import Parts
 from holdfast.plan.load import ReadRequest

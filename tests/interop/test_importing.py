@@ -1,0 +1,110 @@
+"""`holdfast import` makes a run of a foreign checkpoint: verified from then on, and loaded like any other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import holdfast
+from holdfast.interop.formats import find_state
+from holdfast.interop.importing import import_state
+from holdfast.run.paths import parse
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
+from tests.interop.hf_folders import some_tensors, write_sharded
+from tests.support.bound import bits
+from tests.support.command_line import holdfast_command
+from tests.support.ranks import run_ranks
+
+
+def test_a_hugging_face_folder_becomes_a_run_that_is_verified_and_loaded(tmp_path: Path) -> None:
+    tensors, run = some_tensors(), tmp_path / "run"
+    write_sharded(tmp_path / "hf", tensors, 3)
+    done = holdfast_command("import", tmp_path / "hf", run, "--step", "40", "--json")
+    assert done.status == 0, done.err
+    assert {key: done.json[key] for key in ("place", "step", "kind", "num_tensors")} == {
+        "place": "1.1",
+        "step": 40,
+        "kind": "a Hugging Face folder",
+        "num_tensors": 8,
+    }
+    assert holdfast_command("verify", run, "--deep").status == 0
+    live = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+    report = holdfast.load(run, live)
+    assert (report.step, report.verified) == (40, True)
+    assert {name: bits(tensor) for name, tensor in live.items()} == {n: bits(t) for n, t in tensors.items()}
+    assert holdfast.save(run, live, 41).place == "2.1"
+
+
+def save_columns(folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    table = torch.arange(700 * 901, dtype=torch.float32).reshape(700, 901)
+    state = {"model": {"table": distribute_tensor(table, mesh, [Shard(1)])}, "extra": {"seen": 9, "rates": [0.1, 0.2]}}
+    dcp.save(state, checkpoint_id=folder)
+
+
+def test_a_dcp_folder_of_columns_becomes_one_whole_file_with_its_values(tmp_path: Path) -> None:
+    folder, run = tmp_path / "dcp", tmp_path / "run"
+    run_ranks(3, save_columns, str(folder))
+    done = holdfast_command("import", folder, run, "--step", "9")
+    assert done.status == 0, done.err
+    assert f"step 9 at 1.1 is what {folder} holds" in done.out.replace("\n", " ")
+    live: dict[str, Any] = {"model": {"table": torch.zeros(700, 901)}, "extra": {"seen": 0, "rates": [0.0]}}
+    holdfast.load(run, live)
+    assert torch.equal(live["model"]["table"], torch.arange(700 * 901, dtype=torch.float32).reshape(700, 901))
+    assert live["extra"] == {"seen": 9, "rates": [0.1, 0.2]}
+    assert holdfast_command("verify", run, "--deep").status == 0
+    assert holdfast_command("doctor", run).status == 0
+
+
+def test_an_import_goes_into_a_new_run_only_and_takes_no_checkpoint_of_ours(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "hf", some_tensors(), 2)
+    run = tmp_path / "run"
+    holdfast.save(run, {"w": torch.zeros(1)}, 1)
+    done = holdfast_command("import", tmp_path / "hf", run, "--step", "2", "--json")
+    assert done.json["error"]["code"] == "config.unloaded_history"
+    done = holdfast_command("import", run, tmp_path / "other", "--step", "2", "--json")
+    assert done.json["error"]["code"] == "config.path"
+    assert not (tmp_path / "other").exists()
+    assert (holdfast.open(run).step, holdfast.open(run).place) == (1, "1.1")
+
+
+def test_an_import_that_failed_leaves_no_checkpoint_and_can_be_done_again(tmp_path: Path) -> None:
+    files = write_sharded(tmp_path / "hf", some_tensors(), 2)
+    run = open_store(Location(str(tmp_path / "run")))
+    state = find_state(parse(tmp_path / "hf")).state
+    file = tmp_path / "hf" / files["model.embed.weight"]
+    whole = file.read_bytes()
+    file.write_bytes(whole[:100_000])
+    with pytest.raises(holdfast.CorruptError):
+        import_state(state, run, 3)
+    with pytest.raises(holdfast.NotFoundError):
+        holdfast.open(tmp_path / "run")
+    file.write_bytes(whole)
+    assert import_state(state, run, 3).step == 3
+    assert bits(holdfast.open(tmp_path / "run")["model.embed.weight"][...]) == bits(
+        some_tensors()["model.embed.weight"]
+    )
+
+
+def test_an_import_takes_little_memory_and_no_torch(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "hf", {"w": torch.zeros(24 << 20), "v": torch.ones(3)}, 1)  # 96 MiB
+    script = (
+        "import resource, sys\n"
+        "from holdfast.cli.importing_command import import_checkpoint\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "import_checkpoint(sys.argv[1], sys.argv[2], step=1, as_json=True)\n"
+        "assert 'torch' not in sys.modules\n"
+        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "assert grown < 48 << 10, grown\n"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path / "hf", tmp_path / "run"], check=True, capture_output=True)
