@@ -21,7 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from holdfast.interop.formats import find_state
+from holdfast.interop.importing import import_state
 from holdfast.mapping import Rename
+from holdfast.run.paths import parse
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.interop.test_dcp import described, emptied, some_state
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
@@ -388,6 +393,17 @@ def test_parameters_are_read_as_their_tensors(tmp_path: Path) -> None:
     view = holdfast.open(path)
     assert torch.equal(view["w"][...], parameter)
     assert view["v"][...].tolist() == [1, 1]
+
+
+def test_an_imported_run_keeps_ties_and_the_order_of_the_optimizer(tmp_path: Path) -> None:
+    net = Small()
+    state = {"net": net.state_dict(), "tied": net.up.weight.detach(), "optimizer": trained(net).state_dict()}
+    path = write(tmp_path / "a.pt", state)
+    import_state(find_state(parse(path)).state, open_store(Location(str(tmp_path / "run"))), 4)
+    live, loaded = trained(net, seed=1), holdfast.open(tmp_path / "run")
+    assert loaded.aliases == {"tied": "net/up.weight"}
+    holdfast.load(tmp_path / "run", {"net": net, "optimizer": live}, select=["net", "optimizer"])
+    assert described(live.state_dict()) == described(stock(path)["optimizer"])
 
 
 # --- folders of several files ---

@@ -57,7 +57,7 @@ class GivenPlaces:
         for tensor in tensors:
             self._parts.append(parts + table.add(tensor))
             parts += len(tensor.files)
-        body, blobs = table.finish(num_files=len(nbytes), aliases=dict(sorted((aliases or {}).items())))
+        body, blobs = table.finish(num_files=len(nbytes), aliases=aliases)
         self.manifest = DecodedTable(body, b"".join(blobs))
 
     @cached_property
@@ -166,7 +166,7 @@ class StateTables:
         self,
         *,
         num_files: int,
-        aliases: dict[str, str],
+        aliases: Mapping[str, str] | None = None,
         values: tuple[ValueBlock, ...] = (),
         features: tuple[str, ...] = (),
     ) -> tuple[StateTable, Sequence[bytes]]:
@@ -183,7 +183,7 @@ class StateTables:
             shapes=shapes,
             partition_table=tuple(self._partitions),
             partitions=partitions,
-            aliases=aliases,
+            aliases=dict(sorted((aliases or {}).items())),
             num_files=num_files,
             writers=writers,
             values=values,

@@ -88,8 +88,9 @@ def _template(state: StoredState, nodes: Mapping[str, Node], packed: bytes) -> M
         tables.add(whole)
     block = RankValues(0, len(packed), tuple(sorted(nodes)))
     values = (fmt.ValueBlock(0, block.capacity, block.paths),)
-    aliases = dict(manifest.body.aliases)
-    return ManifestTemplate(*tables.finish(num_files=1, aliases=aliases, values=values, features=(fmt.SMALL_LAST,)))
+    return ManifestTemplate(
+        *tables.finish(num_files=1, aliases=manifest.body.aliases, values=values, features=(fmt.SMALL_LAST,))
+    )
 
 
 def _write(state: StoredState, storage: Store, stored: StoredManifest, packed: bytes, meter: Meter | None) -> FileSeal:
