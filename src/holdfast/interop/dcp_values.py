@@ -14,7 +14,7 @@ from holdfast.format.names import component, join, shown
 from holdfast.format.values import Items, Node, Open, TableNode, TensorRef, TorchValue
 from holdfast.interop.dcp_metadata import DcpMetadata, Item, StatePath, name_of
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
-from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
+from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickledObject, PickleError, UnknownGlobal
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor, TorchSize
 
@@ -69,8 +69,11 @@ class DcpNodes(Mapping[str, Node]):
             return {name: damaged(path, f"holds no {shown(name):.200} at byte {item.start}: {error}")}
 
 
-def nodes_of(name: str, value: object) -> dict[str, Node]:
-    """The nodes of one value, at and below `name`. Raises `PickleError` for what is no value."""
+def nodes_of(name: str, value: object, tensors: dict[str, PickledTensor] | None = None) -> dict[str, Node]:
+    """The nodes of one value, at and below `name`. Tensors in it go into `tensors`, by their names.
+
+    Raises `PickleError` for what is no value, and for a tensor without `tensors`.
+    """
     found: dict[str, Node] = {}
     left = [(name, value, 0)]
     while left:
@@ -82,7 +85,11 @@ def nodes_of(name: str, value: object) -> dict[str, Node]:
         elif isinstance(item, TorchValue):
             found[path] = item
         elif isinstance(item, PickledTensor):
-            raise PickleError("a tensor is inside a value")
+            if tensors is None:
+                raise PickleError("a tensor is inside a value")
+            tensors[path], found[path] = item, TensorRef()
+        elif isinstance(item, PickledObject | UnknownGlobal):
+            raise ForbiddenGlobalError(item.name)
         elif (leaf := values.leaf(item)) is not None:
             found[path] = leaf
         elif type(item) in (dict, OrderedDict, list, tuple) and (held := values.container(item, path)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,10 +34,18 @@ class ForeignTensor(NamedTuple):
 class GivenPlaces:
     """The `FilePlaces` of a foreign state: `nbytes` are the sizes of its files, and `offsets_of` finds offsets in them.
 
-    `tensors` are sorted by name, and their parts cover each of them exactly once (`uncovered`).
+    `tensors` are sorted by name, and their parts cover each of them exactly once (`uncovered`). `aliases` are second
+    names of some of them.
     """
 
-    def __init__(self, tensors: Sequence[ForeignTensor], nbytes: Sequence[int], offsets_of: OffsetsOf) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[ForeignTensor],
+        nbytes: Sequence[int],
+        offsets_of: OffsetsOf,
+        *,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
         self._nbytes = nbytes
         self._offsets_of = offsets_of
         self._cells: dict[int, Cells] = {}
@@ -48,7 +56,7 @@ class GivenPlaces:
         for tensor in tensors:
             self._parts.append(parts + table.add(tensor))
             parts += len(tensor.files)
-        self.manifest = table.decoded(num_files=len(nbytes))
+        self.manifest = table.decoded(num_files=len(nbytes), aliases=dict(aliases or {}))
 
     @cached_property
     def itemsizes(self) -> Int64s:
@@ -138,7 +146,7 @@ class _Tables:
         columns = [self._sequences.add(np.ascontiguousarray(column)) for column in rows.T]
         return Boxes(tuple(columns[: len(shape)]), tuple(columns[len(shape) :]), owners)
 
-    def decoded(self, *, num_files: int) -> DecodedTable:
+    def decoded(self, *, num_files: int, aliases: dict[str, str]) -> DecodedTable:
         """The finished table."""
         dtypes, shapes, partitions = map(tuple, self._columns)
         body = StateTable(
@@ -151,7 +159,7 @@ class _Tables:
             shapes=shapes,
             partition_table=tuple(self._partitions),
             partitions=partitions,
-            aliases={},
+            aliases=aliases,
             num_files=num_files,
             writers=self._sequences.add(np.arange(num_files)),
             values=(),

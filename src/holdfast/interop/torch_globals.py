@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import TorchValue
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects
+from holdfast.interop.pickle_machine import Callee, Globals, PickledObject, PickleError, pickled_objects
 
 #: The dtypes of torch's typed storages; other dtypes are in untyped ones.
 _STORAGES: Final[Mapping[str, str]] = {
@@ -28,6 +28,10 @@ _STORAGES: Final[Mapping[str, str]] = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
+
+
+#: What ``torch.Tensor`` stands for where a pickle names it as the class of a tensor.
+_TENSOR_TYPE: Final = "torch.Tensor"
 
 
 class StorageType(NamedTuple):
@@ -93,6 +97,20 @@ def _untyped(args: tuple[Any, ...]) -> PickledTensor:
     if not isinstance(storage, StorageRef) or not isinstance(dtype, TorchValue) or dtype.text not in DTYPES:
         raise PickleError("a tensor has no storage of a known dtype")
     return _tensor(storage, dtype.text, first, shape, strides)
+
+
+def _with_attributes(args: tuple[Any, ...]) -> PickledTensor:
+    """A tensor that had Python attributes; they are left out."""
+    named, kind, inner, _ = args
+    if not (isinstance(named, Callee) and named.make in (_typed, _untyped) and kind == _TENSOR_TYPE):
+        raise PickleError("a tensor is of a class that is no plain tensor")
+    return _typed(inner) if named.make is _typed else _untyped(inner)
+
+
+def _parameter(args: tuple[Any, ...]) -> PickledTensor:
+    if not (args and isinstance(args[0], PickledTensor)):
+        raise PickleError("a parameter is made of something else than a tensor")
+    return args[0]
 
 
 def _tensor(storage: StorageRef, dtype: str, first: object, shape: object, strides: object) -> PickledTensor:
@@ -163,6 +181,9 @@ ARCHIVE_GLOBALS: Final[Globals] = {
     "torch.storage UntypedStorage": StorageType(None),
     "torch._utils _rebuild_tensor_v2": _typed,
     "torch._utils _rebuild_tensor_v3": _untyped,
+    "torch._utils _rebuild_parameter": _parameter,
+    "torch._tensor _rebuild_from_type_v2": _with_attributes,
+    "torch Tensor": _TENSOR_TYPE,
     "_codecs encode": _encoded,
     "__builtin__ bytes": _empty,
     "__builtin__ complex": _complex,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from holdfast.errors import IncompatibleError
+from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part, parse_component
 from holdfast.format.near import Substitution, near, substitution
@@ -23,6 +24,13 @@ _HINT_CANDIDATES = 1000
 _NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d*)(?!\d)")
 
 
+def _readable(nodes: Mapping[str, Node]) -> Iterator[tuple[str, Node]]:
+    """The values with their paths, without those of another system that cannot be read: they say nothing of names."""
+    for path in nodes:
+        with suppress(HoldfastError):
+            yield path, nodes[path]
+
+
 def difference(
     missing: Collection[str],
     unexpected: Collection[str],
@@ -34,7 +42,7 @@ def difference(
 
     `shapes` are those of the missing tensors: a stored tensor of another shape is not a renamed one.
     """
-    shared = {path: nodes[path] for path in nodes if not own_part(path)}
+    shared = {path: node for path, node in _readable(nodes) if not own_part(path)}
     known = [*stored, *(path for path in shared if is_leaf(path, shared))]
     objects, rest = _collapse(unexpected, known, shared)
     optimizers = [path for path, node in shared.items() if node == Open("optimizer") and path not in objects]
