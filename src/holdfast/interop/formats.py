@@ -9,6 +9,7 @@ from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import NotFoundError
 from holdfast.interop.dcp import DcpFormat
+from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.run.history import Located, resolve
@@ -18,7 +19,7 @@ from holdfast.store.timed import timed_alike
 from holdfast.store.urls import open_store
 
 #: Asked in this order.
-FORMATS: Final[tuple[ForeignFormat, ...]] = (DcpFormat(), HuggingFaceFormat())
+FORMATS: Final[tuple[ForeignFormat, ...]] = (DcpFormat(), HuggingFaceFormat(), DeepSpeedFormat())
 
 
 class FoundState(NamedTuple):
