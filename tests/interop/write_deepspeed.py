@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.optim.lr_scheduler import LambdaLR
 
 from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
 
@@ -42,6 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
         "zero_optimization": {"stage": 3, "sub_group_size": 10, "stage3_param_persistence_threshold": 10},
     },
 }
+#: The optimizer is DeepSpeed's own, which it compiles from C++ first.
+CASES["zero2-own-adam"] = {
+    **BF16,
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+}
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -49,11 +56,13 @@ def trained_engine(config: dict[str, Any]) -> Any:
     """An engine after four steps."""
     torch.manual_seed(0)
     model = TiedNet()
-    optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(GROUPS))
     common = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, lr_scheduler=scheduler, config={**common, **config}
+        model=model,
+        optimizer=None if "optimizer" in config else torch.optim.AdamW(grouped(model), lr=1e-2),
+        model_parameters=grouped(model),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(GROUPS)),
+        config={**common, **config},
     )
     make = torch.Generator().manual_seed(1 + dist.get_rank())
     for _ in range(4):

@@ -74,13 +74,14 @@ class _Opening:
         optims = [self._optim(key) for key in files.optim]
         self._check_alike(models, optims)
         model, optim = models[0], optims[0]
-        self._is_round_robin = _is_round_robin(model)
+        in_order = model.option("zero_optimization", "round_robin_gradients", default=False) is False
         flats = self._flats(model, optim)
         for rank, each in enumerate(optims):
-            self._check_rank(rank, each, flats)
+            self._check_rank(rank, each, flats, in_order=in_order)
         values = FoundValues(path(files.model[0]))
         values.add_model(model)
-        values.add_optimizer(optim, [flat.names for flat in flats])
+        kind = model.option("optimizer", "type", default="")
+        values.add_optimizer(optim, [flat.names for flat in flats], kind=kind if isinstance(kind, str) else "")
         self._add_trained(flats, optims, values)
         self._add_module(models, frozenset(chain.from_iterable(flat.names for flat in flats)))
         for name, tensor in values.tensors.items():
@@ -185,10 +186,13 @@ class _Opening:
             flats.append(_Flat(list(group), shapes, grouped(shapes, paddings, part), filled, part))
         return flats
 
-    def _check_rank(self, rank: int, optim: OptimStates, flats: Sequence[_Flat]) -> None:
-        """Refuse a file whose flat tensors have other sizes than the parameters ask for, or that is of another rank."""
+    def _check_rank(self, rank: int, optim: OptimStates, flats: Sequence[_Flat], *, in_order: bool) -> None:
+        """Refuse a file whose flat tensors have other sizes than the parameters ask for, or that is of another rank.
+
+        The fragments tell the rank only where the parameters lie `in_order`: they are wrong under round robin.
+        """
         path = self._folder.path(self._files.optim[rank])
-        if optim.fragments is not None and not self._is_round_robin:
+        if optim.fragments is not None and in_order:
             expected = [dict(_fragments(flat, rank)) for flat in flats]
             if expected != list(optim.fragments):
                 what = (
@@ -281,13 +285,6 @@ def _fragments(flat: _Flat, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
         mine = pieces.ranks == rank
         if mine.any():
             yield name, (int(pieces.firsts[mine].min()), int(pieces.sizes[mine].prod(axis=1).sum()))
-
-
-def _is_round_robin(model: ModelStates) -> bool:
-    """Whether parameters lie in another order than declared, or the configuration does not say."""
-    config = model.engine.get("ds_config")
-    options = config.get("zero_optimization", {}) if isinstance(config, dict) else None
-    return bool(options.get("round_robin_gradients", False)) if isinstance(options, dict) else True
 
 
 def _refused(path: str, error: PickleError) -> HoldfastError:

@@ -55,6 +55,12 @@ class ModelStates(NamedTuple):
     engine: Mapping[str, object]
     client: Mapping[str, object]
 
+    def option(self, section: str, name: str, default: object) -> object:
+        """An option of the engine's configuration, by default `default`; None where the configuration is not there."""
+        config = self.engine.get("ds_config")
+        options = config.get(section, {}) if isinstance(config, dict) else None
+        return options.get(name, default) if isinstance(options, dict) else None
+
 
 class OptimStates(NamedTuple):
     """The optimizer file of one rank: for each flat group, the master weights and the slots of the optimizer.

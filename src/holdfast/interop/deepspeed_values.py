@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import component, join, shown
@@ -14,7 +15,18 @@ from holdfast.interop.pickle_machine import PickleError
 from holdfast.interop.torch_globals import PickledTensor
 
 #: The hyper-parameter by which groups of torch's Adam and AdamW differ.
-_DECOUPLED = "decoupled_weight_decay"
+_DECOUPLED: Final = "decoupled_weight_decay"
+#: The hyper-parameters of torch's Adam that DeepSpeed's own (`FusedAdam`, `DeepSpeedCPUAdam`) do not have.
+_OF_TORCH: Final[Mapping[str, object]] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+#: A hyper-parameter of DeepSpeed's own Adam and Lamb, and one of Lamb alone.
+_CORRECTED, _OF_LAMB = "bias_correction", "max_coeff"
 
 
 class ValueNodes(Mapping[str, Node]):
@@ -77,20 +89,21 @@ class FoundValues:
             if isinstance(node := self.table["lr_scheduler"], TableNode):
                 self.table["lr_scheduler"] = Stateful(node)
 
-    def add_optimizer(self, optim: OptimStates, groups: Sequence[Sequence[str]]) -> None:
+    def add_optimizer(self, optim: OptimStates, groups: Sequence[Sequence[str]], *, kind: str) -> None:
         """Add the optimizer's groups and what scaled its losses; `groups` are the trained parameters of each flat
-        group."""
+        group, and `kind` is the optimizer that the engine's configuration named."""
         self.table["optimizer"] = Open("optimizer")
-        for kind in ("group_of", "param_groups"):
-            self.table[join("optimizer", kind)] = Open("dict")
+        for name in ("group_of", "param_groups"):
+            self.table[join("optimizer", name)] = Open("dict")
         for flat, names in enumerate(groups):
             for name in names:
                 path = join("optimizer", "group_of", component(join("model", component(name))))
                 self.table[path] = Plain(optim.groups_of.get(flat, flat))
-        decoupled = {group.get(_DECOUPLED) for group in optim.param_groups}
-        if len(decoupled) == 1 and isinstance(kind_ := decoupled.pop(), bool):
-            self.table["optimizer/class"] = Text(b"AdamW" if kind_ else b"Adam")
-        for index, group in enumerate(optim.param_groups):
+        hyper = [_as_torch_has(group, kind) for group in optim.param_groups]
+        decoupled = {group.get(_DECOUPLED) for group in hyper}
+        if len(decoupled) == 1 and isinstance(is_decoupled := decoupled.pop(), bool):
+            self.table["optimizer/class"] = Text(b"AdamW" if is_decoupled else b"Adam")
+        for index, group in enumerate(hyper):
             path = join("optimizer", "param_groups", str(index))
             values = {component(key): value for key, value in group.items()}
             self.table[path] = TableNode("ordered", tuple(sorted(values)))
@@ -98,3 +111,15 @@ class FoundValues:
                 self.add(join(path, key), value)
         scaling = {**optim.scaling, **({} if optim.loss_scaler is None else {"loss_scaler": optim.loss_scaler})}
         self.add("scaling", dict(scaling))
+
+
+def _as_torch_has(group: Mapping[str, object], kind: str) -> Mapping[str, object]:
+    """A group of DeepSpeed's own Adam with the hyper-parameters of torch's; any other group as it is.
+
+    No file says whether weight decay was decoupled, unless the configuration asked for ``AdamW``.
+    """
+    if not group.get(_CORRECTED) or "foreach" in group or _OF_LAMB in group:
+        return group
+    decoupled = {_DECOUPLED: True} if kind.lower() == "adamw" else {}
+    kept = {key: value for key, value in group.items() if key not in (_CORRECTED, "step")}
+    return {**_OF_TORCH, **decoupled, **kept}
