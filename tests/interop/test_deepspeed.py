@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -234,6 +235,30 @@ def test_the_folder_of_a_tag_can_be_named_itself(tmp_path: Path) -> None:
     (folder / "latest").unlink()
     view = holdfast.open(folder / "global_step4")
     assert bits(view["model/gain"][...]) == bits(expected(folder)["model/gain"])
+
+
+def test_file_names_of_older_versions_are_known(tmp_path: Path) -> None:
+    folder = unpacked("zero3-on-2", tmp_path)
+    for file in (folder / "global_step4").glob("*_optim_states.pt"):
+        file.rename(file.with_name(file.name.replace("_optim_states.pt", "optim_states.pt")))
+    model, optimizer = blank()
+    load_into(folder, model, optimizer)
+    compare(held(model, optimizer), folder)
+
+
+def test_a_weight_that_was_tied_can_be_loaded_by_its_second_name(tmp_path: Path) -> None:
+    folder = unpacked("zero1-on-3", tmp_path)
+    live = {"model": {"head.weight": torch.zeros(11, 5)}, "module": {"head.weight": torch.zeros(11, 5).bfloat16()}}
+    holdfast.load(folder, live, select=["model/head.weight", "module/head.weight"])
+    for root, part in live.items():
+        assert bits(part["head.weight"]) == bits(expected(folder)[f"{root}/embed.weight"])
+
+
+def test_a_folder_of_a_trainer_is_read_as_one_of_hugging_face_and_its_tag_as_one_of_deepspeed(tmp_path: Path) -> None:
+    folder = unpacked("zero1-on-3", tmp_path)
+    save_file({"gain": torch.zeros(1)}, folder / "model.safetensors")
+    assert holdfast.open(folder).names() == ["gain"]
+    assert "model/gain" in holdfast.open(folder / "global_step4").names()
 
 
 # --- bad input ---

@@ -18,7 +18,7 @@ import holdfast
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).parents[2]
-#: Each case of `write_deepspeed`, and on how many ranks it is written.
+#: Cases of `write_deepspeed`, and on how many ranks each is written; without the one that needs a compiler.
 WRITTEN = [
     ("zero1", 2),
     ("zero1", 3),
