@@ -1,4 +1,5 @@
-# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install.
+# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed has
+# one of its own, in .venv-deepspeed.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -6,9 +7,10 @@
 # pip reads this machine's own configuration.
 
 VENV := .venv
+DEEPSPEED := .venv-deepspeed
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -24,6 +26,9 @@ test-slow: $(VENV)/dev.stamp
 
 test-frameworks: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -m frameworks -o faulthandler_timeout=800
+
+test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
+	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 tests/interop/test_deepspeed_package.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
@@ -47,11 +52,16 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(DEEPSPEED)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
 $(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/frameworks.txt constraints/peers.txt
+
+$(DEEPSPEED)/deepspeed.stamp: tools/install pyproject.toml constraints/core.txt constraints/deepspeed.txt
+	@VENV=$(DEEPSPEED) tools/install torch
+	@VENV=$(DEEPSPEED) tools/install deepspeed
+	@touch $@
 
 $(VENV)/%.stamp: tools/install
 	@tools/install $*

@@ -438,3 +438,27 @@ def _loss_of(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> float:
     loss = model(torch.ones(1, 3)).square().sum()
     loss.backward()
     return float(loss.item())
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.SparseAdam])
+def test_a_count_of_steps_that_was_saved_as_a_number_goes_on_as_the_optimizer_counts(
+    run: str, kind: type[AdamW | torch.optim.SparseAdam]
+) -> None:
+    """torch's Adam forgot what it added to a number: its next step, and all later ones, were its fifth."""
+
+    def job(step: int | torch.Tensor) -> tuple[nn.Embedding, Optimizer]:
+        model = nn.Embedding(3, 2, sparse=kind is torch.optim.SparseAdam)
+        optimizer = kind(model.parameters())
+        slots = {slot: torch.ones(3, 2) for slot in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[model.weight] = {"step": step, **slots}
+        return model, optimizer
+
+    model, optimizer = job(4)
+    holdfast.save(run, {"model": model, "optimizer": optimizer}, 0)
+    model, optimizer = job(0 if kind is torch.optim.SparseAdam else torch.tensor(0.0))
+    holdfast.load(run, {"model": model, "optimizer": optimizer})
+    for count in (5, 6):
+        model(torch.tensor([0, 2])).sum().backward()
+        optimizer.step()
+        assert optimizer.state[model.weight]["step"] == count
+    assert isinstance(optimizer.state[model.weight]["step"], torch.Tensor) == (kind is AdamW)

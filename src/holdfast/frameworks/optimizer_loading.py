@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from itertools import compress
+from itertools import compress, repeat
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Optimizers of torch whose slots have other shapes than their parameter.
 _OTHER_SHAPES = (torch.optim.LBFGS, torch.optim.Adafactor)
+#: Optimizers of torch that count their steps in a number.
+_COUNT_IN_NUMBERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 #: Keys that torch's schedulers add to the groups of any optimizer.
 _OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
@@ -52,7 +54,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     saved = _read_saved(path, source)
     own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
     groups: list[Finish] = []
-    states: list[tuple[torch.Tensor, dict[object, _Slot]]] = []
+    states: list[tuple[torch.Tensor, dict[object, _Slot], bool]] = []
     served: dict[int, int] = {}
     ordered: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -73,7 +75,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         fitting = _fitting(path, optimizer, found, saved, source)
         slots = _bind_slots(path, optimizer, fitting, saved, on_device, source)
-        states += zip((entry.tensor for entry in fitting), slots, strict=True)
+        states += zip((entry.tensor for entry in fitting), slots, repeat(on_device), strict=False)
         for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
     _check_rates(path, served, source)
@@ -85,9 +87,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     def finish() -> Optimizer:
         for group in groups:
             group()
-        for parameter, slots in states:
-            filled = {key: slot if isinstance(slot, torch.Tensor) else slot() for key, slot in slots.items()}
-            _replace(optimizer.state, parameter, filled)
+        _set_states(optimizer, states)
         state = cast("MutableMapping[object, object]", optimizer.state)
         for key in [key for key in state if not isinstance(key, torch.Tensor)]:
             del state[key]
@@ -554,6 +554,24 @@ def _bind_slot(
     tensor = memory(name)
     source.fill(NamedTensor(name, tensor, parameter.replicas))
     return tensor
+
+
+def _set_states(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, dict[object, _Slot], bool]]) -> None:
+    """Replace the state of parameters by bound slots; their steps may be counted on the parameter's device."""
+    for parameter, slots, on_device in states:
+        filled = {key: slot if isinstance(slot, torch.Tensor) else slot() for key, slot in slots.items()}
+        _count_in_tensor(optimizer, filled, parameter.device if on_device else None)
+        _replace(optimizer.state, parameter, filled)
+
+
+def _count_in_tensor(optimizer: Optimizer, slots: dict[object, object], device: torch.device | None) -> None:
+    """Make a stored number of steps the tensor that torch's optimizers add to in place; they would forget what they
+    add to a number. Other optimizers, and old versions of torch, store numbers."""
+    step = slots.get("step")
+    if type(step) not in (int, float) or not type(optimizer).__module__.startswith("torch.optim"):
+        return
+    if not isinstance(optimizer, _COUNT_IN_NUMBERS):
+        slots["step"] = torch.tensor(step, dtype=torch.float32, device=device)
 
 
 def _replace(state: MutableMapping[torch.Tensor, object], parameter: torch.Tensor, slots: dict[object, object]) -> None:

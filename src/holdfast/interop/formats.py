@@ -12,6 +12,7 @@ from holdfast.format.manifest import NAME as MANIFEST_NAME
 from holdfast.format.manifest import is_file_name
 from holdfast.format.records import SEAL_NAME
 from holdfast.interop.dcp import DcpFormat
+from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.interop.torch_files import TorchFileFormat
@@ -27,6 +28,7 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
     DcpFormat(),
     TorchSnapshotFormat(),
     HuggingFaceFormat(),
+    DeepSpeedFormat(),
     TorchFileFormat(),
 )
 

@@ -55,6 +55,12 @@ class PickledObject:
         return self.state
 
 
+class UnknownObject(PickledObject):
+    """An object of a class that is not in the table, where a reader lets such objects stand: see `unpickled`."""
+
+    __slots__ = ()
+
+
 def pickled_objects(*names: str) -> dict[str, Make]:
     """The entries of a table for globals whose objects become a `PickledObject`."""
     return {name: _recording(name) for name in names}
@@ -64,8 +70,8 @@ def _recording(name: str) -> Make:
     return lambda args: PickledObject(name, args)
 
 
-class _Callee:
-    """A global on the stack."""
+class Callee:
+    """A global that stands for a function. A pickle that calls it gets what `make` makes."""
 
     __slots__ = ("make",)
 
@@ -73,13 +79,32 @@ class _Callee:
         self.make = make
 
 
-def unpickled(data: bytes, known: Globals, *, persistent: Callable[[object], object] | None = None) -> object:
+class UnknownGlobal(Callee):
+    """A global that is not in the table. A call of it makes an `UnknownObject`."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(lambda args: UnknownObject(name, args))
+        self.name = name
+
+
+def unpickled(
+    data: bytes,
+    known: Globals,
+    *,
+    persistent: Callable[[object], object] | None = None,
+    keep_unknown: bool = False,
+) -> object:
     """The object in `data`. `persistent` gives the objects that are stored beside the pickle, by their ids.
+
+    With `keep_unknown`, a global that is not `known` is an `UnknownGlobal`, and an object that it makes is an
+    `UnknownObject`, which has a name and does nothing. The caller must refuse them where it uses a value.
 
     Raises `PickleError` for bytes that are no pickle, and `ForbiddenGlobalError` for a global that is not `known`.
     Time and memory are linear in the size of `data`.
     """
-    machine = _Machine(data, known, persistent)
+    machine = _Machine(data, known, persistent, keep_unknown=keep_unknown)
     try:
         return machine.run()
     except PickleError:
@@ -91,10 +116,13 @@ def unpickled(data: bytes, known: Globals, *, persistent: Callable[[object], obj
 class _Machine:
     """One reading of a pickle."""
 
-    def __init__(self, data: bytes, known: Globals, persistent: Callable[[object], object] | None) -> None:
+    def __init__(
+        self, data: bytes, known: Globals, persistent: Callable[[object], object] | None, *, keep_unknown: bool
+    ) -> None:
         self._data = data
         self._known = known
         self._persistent = persistent
+        self._keep_unknown = keep_unknown
         self.at = 0
         self._stack: list[Any] = []
         #: The stacks below the open marks.
@@ -207,6 +235,8 @@ class _Machine:
 
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if isinstance(target, UnknownObject):
+            return
         if type(target) is not list:
             raise PickleError("it appends to something else than a list")
         target.extend(items)
@@ -220,6 +250,8 @@ class _Machine:
 
     def _set(self, items: list[Any]) -> None:
         target = self._stack[-1]
+        if isinstance(target, UnknownObject):
+            return
         if not isinstance(target, dict):
             raise PickleError("it sets items of something else than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -240,13 +272,16 @@ class _Machine:
     def _name(self, module: str, name: str) -> None:
         full = f"{module} {name}"
         if full not in self._known:
-            raise ForbiddenGlobalError(f"{module}.{name}")
+            if not self._keep_unknown:
+                raise ForbiddenGlobalError(f"{module}.{name}")
+            self.push(UnknownGlobal(f"{module}.{name}"))
+            return
         found = self._known[full]
-        self.push(_Callee(found) if callable(found) else found)
+        self.push(Callee(found) if callable(found) else found)
 
     def call(self) -> None:
         args, named = self._stack.pop(), self._stack.pop()
-        if not isinstance(named, _Callee) or type(args) is not tuple:
+        if not isinstance(named, Callee) or type(args) is not tuple:
             raise PickleError("it calls something that is no global")
         self.push(named.make(args))
 

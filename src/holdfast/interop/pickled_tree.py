@@ -17,7 +17,7 @@ from holdfast.format import values
 from holdfast.format.names import join, rank_component
 from holdfast.format.values import Leaf, Node, Open, PerRankNode, TensorRef, TorchValue
 from holdfast.interop.item_places import TensorItems
-from holdfast.interop.pickle_machine import PickledObject, PickleError
+from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal
 from holdfast.interop.torch_globals import PickledTensor, TorchSize
 from holdfast.interop.torch_optimizers import optimizer_parts
 
@@ -78,16 +78,21 @@ class CheckedNodes(Mapping[str, Node]):
         return len(self._table)
 
 
-def nodes_of(name: str, value: object) -> dict[str, Node]:
-    """The nodes of one value, at and below `name`. Raises `PickleError` for what is no value."""
+def nodes_of(name: str, value: object, tensors: dict[str, PickledTensor] | None = None) -> dict[str, Node]:
+    """The nodes of one value, at and below `name`. Tensors in it go into `tensors`, by their names.
+
+    Raises `PickleError` for what is no value, and for a tensor without `tensors`.
+    """
     tree = pickled_tree(name, value)
-    if tree.tensors or tree.items:
+    if tree.items or (tree.tensors and tensors is None):
         raise PickleError("a tensor is inside a value")
     nodes: dict[str, Node] = {}
     for path, node in tree.nodes.items():
         if isinstance(node, PickleError):
             raise node
         nodes[path] = node
+    if tensors is not None:
+        tensors |= tree.tensors
     return nodes
 
 
@@ -145,7 +150,7 @@ def _node(item: object, path: str) -> tuple[Node, Sequence[tuple[str, object]]]:
         return leaf, ()
     if type(item) in _CONTAINERS and (held := values.container(item, path)) is not None:
         return held
-    kind = item.name.replace(" ", ".") if isinstance(item, PickledObject) else type(item).__name__
+    kind = item.name.replace(" ", ".") if isinstance(item, PickledObject | UnknownGlobal) else type(item).__name__
     raise PickleError(f"it has an object of {kind}, which is no value")
 
 

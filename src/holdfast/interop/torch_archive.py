@@ -18,7 +18,7 @@ import xxhash
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import PickleError, unpickled
+from holdfast.interop.pickle_machine import Globals, PickleError, unpickled
 from holdfast.interop.strided_parts import is_row_major
 from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, persistent
 from holdfast.store.base import Store
@@ -136,9 +136,15 @@ class TorchArchive:
             raise ArchiveError("it is no archive of torch.save: it has no single data.pkl")
         self._root = pickles[0].removesuffix("data.pkl")
 
-    def value(self) -> object:
-        """The object in the archive, with tensors as `PickledTensor`. Raises `PickleError`, too."""
-        return self._unpickled(_MAX_PICKLE_NBYTES)
+    @property
+    def directory(self) -> bytes:
+        """The names, sizes, places and checksums of the entries, as text: archives with other content have another."""
+        rows = (f"{each.filename}\0{each.file_size}\0{each.header_offset}\0{each.CRC}\n" for each in self._entries)
+        return "".join(rows).encode("utf-8", "surrogatepass")
+
+    def value(self, known: Globals = ARCHIVE_GLOBALS, *, keep_unknown: bool = False) -> object:
+        """The object in the archive, with tensors as `PickledTensor`; see `unpickled`. Raises `PickleError`, too."""
+        return self._unpickled(_MAX_PICKLE_NBYTES, known, keep_unknown=keep_unknown)
 
     def tensor_offset(self, dtype: str, shape: Shape) -> int:
         """The place of the first byte of the archive's only tensor, counted from the file's beginning.
@@ -153,13 +159,7 @@ class TorchArchive:
             raise ArchiveError("it holds a value instead of a tensor")
         if (found.dtype, found.shape) != (dtype, shape):
             raise ArchiveError(f"it holds {found.dtype}{list(found.shape)} instead of {dtype}{list(shape)}")
-        if prod(shape) and not is_row_major(found):
-            raise ArchiveError(f"its elements are not in row-major order (strides {list(found.strides)})")
-        itemsize = DTYPES[dtype].itemsize
-        first, nbytes = found.first * itemsize, self.storage_nbytes(found.storage.key)
-        if first + prod(shape) * itemsize > nbytes:
-            raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
-        return self.storage_offset(found.storage.key) + first
+        return self.elements_offset(found)
 
     def storage_nbytes(self, key: str) -> int:
         """The size of a storage, as the archive's directory has it."""
@@ -173,15 +173,31 @@ class TorchArchive:
     def digest(self) -> str:
         """A digest of the pickle and of the directory, which has a checksum of each storage."""
         digest = xxhash.xxh3_128(self._read(self._entry("data.pkl"), _MAX_PICKLE_NBYTES))
-        for entry in self._entries:
-            digest.update(f"{entry.filename}\0{entry.header_offset}\0{entry.file_size}\0{entry.CRC}\0".encode())
+        digest.update(self.directory)
         return digest.hexdigest()
 
-    def _unpickled(self, limit: int) -> object:
+    def check_elements(self, tensor: PickledTensor) -> None:
+        """Raise `ArchiveError` unless the elements of a tensor of this archive are there, in row-major order."""
+        if prod(tensor.shape) and not is_row_major(tensor):
+            raise ArchiveError(f"its elements are not in row-major order (strides {list(tensor.strides)})")
+        nbytes = self.storage_nbytes(tensor.storage.key)
+        if (tensor.first + prod(tensor.shape)) * DTYPES[tensor.dtype].itemsize > nbytes:
+            raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
+
+    def elements_offset(self, tensor: PickledTensor) -> int:
+        """The place of the first byte of a tensor of this archive, counted from the file's beginning.
+
+        Raises as `check_elements` does.
+        """
+        self.check_elements(tensor)
+        return self.storage_offset(tensor.storage.key) + tensor.first * DTYPES[tensor.dtype].itemsize
+
+    def _unpickled(self, limit: int, known: Globals = ARCHIVE_GLOBALS, *, keep_unknown: bool = False) -> object:
         order = self._names.get(f"{self._root}byteorder")
         if order is not None and self._read(order, 16) != b"little":
             raise ArchiveError("its numbers are not in little-endian order")
-        return unpickled(self._read(self._entry("data.pkl"), limit), ARCHIVE_GLOBALS, persistent=persistent)
+        data = self._read(self._entry("data.pkl"), limit)
+        return unpickled(data, known, persistent=persistent, keep_unknown=keep_unknown)
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
         entry = self._names.get(self._root + name)

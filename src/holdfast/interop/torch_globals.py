@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import TorchValue
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects
+from holdfast.interop.pickle_machine import Callee, Globals, PickledObject, PickleError, pickled_objects
 
 #: The dtypes of torch's typed storages; other dtypes are in untyped ones.
 _STORAGES: Final[Mapping[str, str]] = {
@@ -28,6 +28,10 @@ _STORAGES: Final[Mapping[str, str]] = {
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
 }
+
+
+#: What ``torch.Tensor`` stands for where a pickle names it as the class of a tensor.
+_TENSOR_TYPE: Final = "torch.Tensor"
 
 
 class StorageType(NamedTuple):
@@ -95,6 +99,14 @@ def _untyped(args: tuple[Any, ...]) -> PickledTensor:
         raise PickleError("a tensor has no storage of a known dtype")
     _check_plain(args[7:8])
     return _tensor(storage, dtype.text, first, shape, strides)
+
+
+def _with_attributes(args: tuple[Any, ...]) -> PickledTensor:
+    """A tensor that had Python attributes; they are left out."""
+    named, kind, inner, _ = args
+    if not (isinstance(named, Callee) and named.make in (_typed, _untyped) and kind == _TENSOR_TYPE):
+        raise PickleError("a tensor is of a class that is no plain tensor")
+    return _typed(inner) if named.make is _typed else _untyped(inner)
 
 
 def _tensor(storage: StorageRef, dtype: str, first: object, shape: object, strides: object) -> PickledTensor:
@@ -201,6 +213,8 @@ ARCHIVE_GLOBALS: Final[Globals] = {
     "torch._utils _rebuild_parameter": _parameter,
     "torch._utils _rebuild_parameter_with_state": _parameter,
     "collections Counter": _counter,
+    "torch._tensor _rebuild_from_type_v2": _with_attributes,
+    "torch Tensor": _TENSOR_TYPE,
     "_codecs encode": _encoded,
     "__builtin__ bytes": _empty,
     "__builtin__ complex": _complex,

@@ -79,8 +79,9 @@ def load(
 
     Blocking and collective over `group` (default: the job); one plain process may call it too. `path` is a run (its
     head), ``RUN@step=700``, ``RUN@3.12``, or a checkpoint folder; or a checkpoint of another system, which is
-    recognised by what it contains: a Hugging Face folder or one of its safetensors files, or a folder of
-    ``torch.distributed.checkpoint``. Such bytes have no digests, so they cannot be verified (``report.verified``).
+    recognised by what it contains: a Hugging Face folder or one of its safetensors files, a folder of
+    ``torch.distributed.checkpoint``, or a folder of DeepSpeed. Such bytes have no digests, so they cannot be verified
+    (``report.verified``).
     Tensors are filled in place and keep their identity.
     Entries of dicts and lists are replaced in place, tuples are rebuilt (``report.state`` is the whole tree), and an
     empty dict takes all values of the stored one. Optimizer state is built from the checkpoint in its saved dtype, for

@@ -54,5 +54,5 @@ def folder_kind(names: Collection[str]) -> Foreign | None:
             "It is not a run, but holdfast.load and holdfast.open read it.",
         )
     if "latest" in names and holds("global_step*"):
-        return Foreign("a DeepSpeed checkpoint folder", "Load it with DeepSpeed, then save that state again.")
+        return Foreign("a DeepSpeed checkpoint folder", "It is not a run, but holdfast.load and holdfast.open read it.")
     return None

@@ -1,0 +1,158 @@
+"""The files of a DeepSpeed checkpoint: the folder of a tag, or the folder above it with ``latest``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from typing import Final, NamedTuple
+
+from holdfast.errors import HoldfastError
+from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
+from holdfast.wording import count
+
+LATEST: Final = "latest"
+_MAX_TAG_NBYTES: Final = 4096
+_MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]+)_)?mp_rank_(?P<mp>[0-9]{2,})_model_states\.pt")
+#: Old versions wrote no underscore before "optim_states".
+_OPTIM: Final = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>[0-9]+)_mp_rank_(?P<mp>[0-9]{2,})_?optim_states\.pt")
+_OTHER_PARALLEL: Final = re.compile(
+    r"layer_[0-9]+-model_[0-9]+-model_states\.pt|(?:layer_[0-9]+_)?exp(?:p_rank|ert)_[0-9]+_mp_rank_[0-9]+_.*\.pt"
+)
+_TO_UNIVERSAL: Final = "Load it with DeepSpeed on the layout that saved it, and save that state by holdfast."
+_SHOWN: Final = 5
+
+
+class RankFiles(NamedTuple):
+    """The files of one checkpoint, by their keys in the folder: ``model[r]`` and ``optim[r]`` are those of rank ``r``.
+
+    There is one model file, of all ranks, unless `is_partitioned` (ZeRO-3).
+    """
+
+    model: tuple[str, ...]
+    optim: tuple[str, ...]
+    is_partitioned: bool
+
+
+class FoundFiles(NamedTuple):
+    """The files that are there, by their ranks; a model file of all ranks has rank None. `root` is the path of their
+    folder, for messages."""
+
+    prefix: str
+    root: str
+    model: dict[int | None, str]
+    optim: dict[int, str]
+
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether each rank has a model file, as under ZeRO-3."""
+        return None not in self.model and bool(self.model)
+
+
+def is_deepspeed(names: Collection[str]) -> bool:
+    """Whether a folder with these names is that of a tag, or one with ``latest``."""
+    return LATEST in names or any(_is_state(name) for name in names)
+
+
+def find_files(folder: ForeignFolder) -> FoundFiles:
+    """The files of the checkpoint that a folder holds, or that its ``latest`` names."""
+    prefix, names = "", folder.names
+    if not any(map(_is_state, names)):
+        tag = _tag(folder)
+        prefix, names = f"{tag}/", tuple(folder.storage.list(tag))
+        if not any(map(_is_state, names)):
+            raise _no_such_tag(folder, tag)
+    root = folder.path(prefix.removesuffix("/")) if prefix else folder.location.url
+    _check_parallel(root, names)
+    model: dict[int | None, str] = {}
+    optim: dict[int, str] = {}
+    for name in names:
+        if (found := _MODEL.fullmatch(name)) is not None:
+            model[None if found["rank"] is None else int(found["rank"])] = prefix + name
+        elif (found := _OPTIM.fullmatch(name)) is not None:
+            if (other := optim.get(int(found["rank"]))) is not None:
+                what = f"has two files of rank {found['rank']}: {other.removeprefix(prefix)} and {name}"
+                raise damaged(root, what, action="Remove those of another save.")
+            optim[int(found["rank"])] = prefix + name
+    if None in model and len(model) > 1:
+        what = "has model files of two saves: one of ZeRO-3 and one of another stage"
+        raise damaged(root, what, action="Remove those of another save.")
+    return FoundFiles(prefix, root, model, optim)
+
+
+def complete_files(found: FoundFiles, world_size: int) -> RankFiles:
+    """The files by rank. Refuses a checkpoint of `world_size` ranks in which some are missing, or that has others."""
+    ranks = range(world_size)
+    model_ranks: Sequence[int | None] = ranks if found.is_partitioned else [None]
+    missing = [_model_name(rank) for rank in model_ranks if rank not in found.model]
+    lost = [rank for rank in ranks if rank not in found.optim]
+    missing += [_optim_name(rank, found) for rank in lost]
+    if missing:
+        raise _missing(found, missing, len(model_ranks) + world_size, has_model=bool(found.model))
+    more = [key for rank, key in found.optim.items() if rank >= world_size]
+    more += [key for rank, key in found.model.items() if rank is not None and rank >= world_size]
+    if more:
+        what = f"is of {count(world_size, 'rank')}, but has {count(len(more), 'file')} of further ranks"
+        details = [key.removeprefix(found.prefix) for key in sorted(more)[:_SHOWN]]
+        action = "Another save left them. Remove them, if they are older."
+        raise damaged(found.root, what, action=action, details=details)
+    return RankFiles(
+        tuple(found.model[rank] for rank in model_ranks),
+        tuple(found.optim[rank] for rank in ranks),
+        found.is_partitioned,
+    )
+
+
+def _is_state(name: str) -> bool:
+    return bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) or _OTHER_PARALLEL.fullmatch(name))
+
+
+def _tag(folder: ForeignFolder) -> str:
+    """The tag that ``latest`` names."""
+    data = folder.storage.read(LATEST, limit=_MAX_TAG_NBYTES)
+    tag = data.decode("utf-8", "replace").strip()
+    if not tag or any(part in ("", ".", "..") for part in tag.split("/")) or "\\" in tag or "\0" in tag:
+        raise damaged(folder.path(LATEST), f"names no folder of a checkpoint: {tag!r:.100}")
+    return tag
+
+
+def _no_such_tag(folder: ForeignFolder, tag: str) -> HoldfastError:
+    others = [name for name in folder.names if any(map(_is_state, folder.storage.list(name)))]
+    action = f"Load one of the other folders by its path: {', '.join(others[:_SHOWN])}." if others else ""
+    what = f"names {tag!r:.100}, where no files of a DeepSpeed checkpoint are"
+    return damaged(folder.path(LATEST), what, action=action)
+
+
+def _check_parallel(root: str, names: Iterable[str]) -> None:
+    """Refuse what pipelines, experts and model-parallel ranks wrote."""
+    names = tuple(names)
+    other = next((name for name in names if _OTHER_PARALLEL.fullmatch(name)), None)
+    if other is not None:
+        what = f"was saved by a pipeline or with experts ({other}), which holdfast does not read from DeepSpeed's files"
+        raise unreadable(root, what, action=_TO_UNIVERSAL)
+    found = (_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) for name in names)
+    degrees = {int(each["mp"]) for each in found if each is not None}
+    if degrees != {0}:
+        what = f"was saved by {count(max(degrees) + 1, 'model-parallel rank')}; holdfast reads checkpoints of one"
+        raise unreadable(root, what, action=_TO_UNIVERSAL)
+
+
+def _model_name(rank: int | None) -> str:
+    return f"{'' if rank is None else f'zero_pp_rank_{rank}_'}mp_rank_00_model_states.pt"
+
+
+def _optim_name(rank: int, found: FoundFiles) -> str:
+    like = next(iter(found.optim.values()), "").removeprefix(found.prefix)
+    return f"{'bf16_' if like.startswith('bf16_') else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def _missing(found: FoundFiles, missing: Sequence[str], total: int, *, has_model: bool) -> HoldfastError:
+    what = f"lacks {count(len(missing), 'file')} of {total}"
+    details = [f"{name} is missing" for name in missing[:_SHOWN]]
+    action = "Copy the missing files again."
+    if has_model and not found.is_partitioned:
+        (model,) = found.model.values()
+        details.append(f"{model.removeprefix(found.prefix)} has all weights, in the precision of the module")
+        action += " Without them there are no master weights and no optimizer: torch.load reads the module's weights."
+    else:
+        details.append("each tensor is cut over all ranks, so no tensor is whole without them")
+    return damaged(found.root, what, action=action, details=details)

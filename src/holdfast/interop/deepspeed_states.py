@@ -1,0 +1,241 @@
+"""The content of DeepSpeed's files: which tensors and values each has, without the tensors' bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
+from holdfast.geometry import Shape
+from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, UnknownGlobal, pickled_objects
+from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, shape_of
+from holdfast.wording import with_article
+
+_LOSS_SCALER: Final = "deepspeed.runtime.fp16.loss_scaler"
+_FRAGMENT: Final = "deepspeed.utils.tensor_fragment fragment_address"
+
+
+def _number(args: tuple[Any, ...]) -> int:
+    """A member of an enumeration of ints."""
+    if len(args) != 1 or type(args[0]) is not int:
+        raise PickleError("an enumeration has a member that is no int")
+    return args[0]
+
+
+#: The globals of DeepSpeed's files. Those of the client's state are not known.
+GLOBALS: Final[Globals] = {
+    **ARCHIVE_GLOBALS,
+    "deepspeed.runtime.zero.config ZeroStageEnum": _number,
+    **pickled_objects(_FRAGMENT, f"{_LOSS_SCALER} LossScaler", f"{_LOSS_SCALER} DynamicLossScaler"),
+}
+#: Keys of a model file that describe its tensors, and keys of DeepSpeed's own values. Others are the client's.
+_TENSOR_KEYS: Final = frozenset(
+    ("module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params")
+)
+_ENGINE_KEYS: Final = frozenset(
+    (
+        *("checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version"),
+        *("global_samples", "global_steps", "lr_scheduler", "mp_world_size", "optimizer", "random_ltd"),
+        *("skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info"),
+    )
+)
+#: Values beside the optimizer's state.
+_SCALING_KEYS: Final = ("clip_grad", "dynamic_loss_scale", "overflow")
+
+
+class ModelStates(NamedTuple):
+    """A model file: `module` is the state dict of the module, and `groups` has the trained parameters in flat order."""
+
+    module: Mapping[str, object]
+    buffers: frozenset[str]
+    groups: Sequence[Mapping[str, Shape]]
+    frozen: Mapping[str, Shape]
+    frozen_parts: Mapping[str, PickledTensor]
+    shared: Mapping[str, str]
+    engine: Mapping[str, object]
+    client: Mapping[str, object]
+
+    def option(self, section: str, name: str, default: object) -> object:
+        """An option of the engine's configuration, by default `default`; None where the configuration is not there."""
+        config = self.engine.get("ds_config")
+        options = config.get(section, {}) if isinstance(config, dict) else None
+        return options.get(name, default) if isinstance(options, dict) else None
+
+
+class OptimStates(NamedTuple):
+    """The optimizer file of one rank: for each flat group, the master weights and the slots of the optimizer.
+
+    `fragments` are the parts that the rank has of each parameter, as ``(start, numel)``, where the file says so; they
+    are wrong under round robin. `paddings` follow the parameters of each group.
+    """
+
+    stage: int
+    version: object
+    world_sizes: Sequence[int]
+    masters: Sequence[PickledTensor]
+    slots: Sequence[Mapping[str, object]]
+    param_groups: Sequence[Mapping[str, object]]
+    groups_of: Mapping[int, int]
+    paddings: Sequence[Sequence[int]] | None
+    fragments: Sequence[Mapping[str, tuple[int, int]]] | None
+    loss_scaler: Mapping[str, object] | None
+    scaling: Mapping[str, object]
+
+
+def model_states(content: object) -> ModelStates:
+    """The content of a model file. Raises `PickleError` for anything else."""
+    table = _dict(content, "a model file")
+    module = table.get("module")
+    if module is None and "module" in table:
+        raise PickleError("it has no module, as files of pipelines")
+    groups = table.get("param_shapes")
+    if groups is None and "module" in table:
+        raise PickleError("it was saved without ZeRO")
+    return ModelStates(
+        _named(module, "module"),
+        frozenset(map(_text, _list(table.get("buffer_names", ()), "the names of buffers"))),
+        [_shapes(group) for group in _list(groups, "param_shapes")],
+        _shapes(table.get("frozen_param_shapes") or {}),
+        _tensors(table.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
+        {name: _text(target) for name, target in _named(table.get("shared_params") or {}, "shared_params").items()},
+        {key: value for key, value in table.items() if key in _ENGINE_KEYS and value is not None},
+        {key: value for key, value in table.items() if key not in _ENGINE_KEYS | _TENSOR_KEYS},
+    )
+
+
+def optim_states(content: object) -> OptimStates:
+    """The content of an optimizer file. Raises `PickleError` for anything else."""
+    outer = _dict(content, "an optimizer file")
+    table = _dict(outer.get("optimizer_state_dict"), "optimizer_state_dict")
+    stage = table.get("zero_stage", 1)  # BF16_Optimizer writes none
+    if stage not in (1, 2, 3):
+        raise PickleError(f"it is of ZeRO stage {stage!r:.100}")
+    masters = table.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
+    masters = [_tensor(each, "the master weights") for each in _list(masters, "the master weights")]
+    inner = table.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
+    slots, param_groups = _optimizer(inner, len(masters))
+    scaler = table.get("loss_scaler")
+    return OptimStates(
+        stage,
+        outer.get("ds_version"),
+        _world_sizes(table.get("partition_count")),
+        masters,
+        slots,
+        [{key: value for key, value in group.items() if key != "params"} for group in param_groups],
+        _groups_of(param_groups, len(masters)),
+        _paddings(table.get("param_alignment_paddings")),
+        _fragments(table.get("param_slice_mappings")),
+        scaler.fields if isinstance(scaler, PickledObject) else None,
+        {key: table[key] for key in _SCALING_KEYS if key in table},
+    )
+
+
+def _world_sizes(found: object) -> list[int]:
+    """The number of ranks over which each group is cut, or that of all groups."""
+    sizes = [size for size in (found if isinstance(found, list) else [found]) if type(size) is int and size > 0]
+    if not sizes or (isinstance(found, list) and len(sizes) < len(found)):
+        raise PickleError("it does not say how many ranks there were")
+    return sizes
+
+
+def _optimizer(inner: object, num_flat: int) -> tuple[list[Mapping[str, object]], list[dict[str, object]]]:
+    """The slots of each flat group, and the groups; elastic checkpoints have no groups."""
+    if isinstance(inner, list):
+        found: Mapping[object, object] = dict(enumerate(inner))
+        groups: list[dict[str, object]] = []
+    else:
+        table = _dict(inner, "the optimizer's state")
+        found = _dict(table.get("state"), "the optimizer's state")
+        groups = [_named(group, "a group") for group in _list(table.get("param_groups"), "the groups")]
+    if not set(found) <= set(range(num_flat)):
+        raise PickleError("its optimizer has state of other tensors than the master weights")
+    return [_named(found.get(index, {}), "the slots") for index in range(num_flat)], groups
+
+
+def _groups_of(param_groups: Sequence[Mapping[str, object]], num_flat: int) -> dict[int, int]:
+    """The group of each flat tensor."""
+    groups: dict[int, int] = {}
+    for index, group in enumerate(param_groups):
+        for flat in _list(group.get("params"), "the tensors of a group"):
+            if type(flat) is not int or not 0 <= flat < num_flat or flat in groups:
+                raise PickleError("its groups have other tensors than the master weights")
+            groups[flat] = index
+    return groups
+
+
+def _paddings(found: object) -> list[list[int]] | None:
+    if found is None:
+        return None
+    return [list(shape_of(tuple(_list(group, "the paddings")))) for group in _list(found, "the paddings")]
+
+
+def _fragments(found: object) -> list[dict[str, tuple[int, int]]] | None:
+    if found is None:
+        return None
+    return [dict(_addresses(group)) for group in _list(found, "the fragments")]
+
+
+def _addresses(group: object) -> Iterator[tuple[str, tuple[int, int]]]:
+    for name, address in _named(group, "the fragments").items():
+        if not isinstance(address, PickledObject) or address.name != _FRAGMENT:
+            raise PickleError("a fragment has no address")
+        start, numel = shape_of((address.fields.get("start"), address.fields.get("numel")))
+        yield name, (start, numel)
+
+
+def _shapes(found: object) -> dict[str, Shape]:
+    shapes = {name: shape_of(shape) for name, shape in _named(found, "the shapes").items()}
+    if any(
+        len(shape) > MAX_AXES or max((*shape, 0)) > MAX_NUMEL or _numel(shape) > MAX_NUMEL for shape in shapes.values()
+    ):
+        raise PickleError("a parameter has an impossible shape")
+    return shapes
+
+
+def _numel(shape: Shape) -> int:
+    numel = 1
+    for extent in shape:
+        numel *= extent
+    return numel
+
+
+def _tensors(found: object, what: str) -> dict[str, PickledTensor]:
+    return {name: _tensor(each, what) for name, each in _named(found, what).items()}
+
+
+def _tensor(found: object, what: str) -> PickledTensor:
+    if not isinstance(found, PickledTensor):
+        raise PickleError(f"it has {_said(found)} among {what} instead of a tensor")
+    return found
+
+
+def _dict(found: object, what: str) -> dict[Any, object]:
+    if not isinstance(found, dict):
+        raise PickleError(f"it has {_said(found)} instead of {what}")
+    return found
+
+
+def _named(found: object, what: str) -> dict[str, object]:
+    table = _dict(found, what)
+    if not all(isinstance(name, str) for name in table):
+        raise PickleError(f"{what} has a name that is no text")
+    return table
+
+
+def _list(found: object, what: str) -> Sequence[object]:
+    if not isinstance(found, list | tuple):
+        raise PickleError(f"it has {_said(found)} instead of {what}")
+    return found
+
+
+def _text(found: object) -> str:
+    if not isinstance(found, str):
+        raise PickleError(f"it has {_said(found)} instead of a name")
+    return found
+
+
+def _said(found: object) -> str:
+    """What an object is, for messages; unknown globals by their names."""
+    if isinstance(found, PickledObject | UnknownGlobal):
+        return f"{found.name!r:.200}, which is not data,"
+    return "nothing" if found is None else with_article(type(found).__name__)

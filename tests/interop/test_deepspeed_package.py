@@ -1,0 +1,55 @@
+"""Folders that the real DeepSpeed writes in this very run are read to the bits that its engine holds.
+
+``make test-deepspeed`` runs these, in an environment of their own. The fixtures of `test_deepspeed` are such folders.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+#: Cases of `write_deepspeed`, and on how many ranks each is written; without the one that needs a compiler.
+WRITTEN = [
+    ("zero1", 2),
+    ("zero1", 3),
+    ("zero1-fp32", 3),
+    ("zero1-aligned", 2),
+    ("zero1-elastic", 3),
+    ("zero2", 3),
+    ("zero2-round-robin", 2),
+    ("zero2-round-robin", 3),
+    ("bf16-optimizer", 3),
+    ("zero3", 1),
+    ("zero3", 2),
+    ("zero3", 3),
+]
+
+
+@pytest.mark.parametrize(("case", "ranks"), WRITTEN)
+def test_a_folder_that_deepspeed_has_just_written_is_read_bit_by_bit(tmp_path: Path, case: str, ranks: int) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += ["-m", "tests.interop.write_deepspeed", str(tmp_path), case]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    folder = tmp_path / f"{case}-on-{ranks}"
+    view = holdfast.open(folder)
+    found: dict[str, torch.Tensor] = torch.load(folder / "expected.pt", weights_only=True)
+    assert len(found) >= 30
+    for key, tensor in found.items():
+        name, kind = key.rsplit("/", 1)
+        places = {"master": f"model/{name}", "kept": f"model/{name}", "module": f"module/{name}"}
+        read = view[places.get(kind, f"optimizer/state/model/{name}/{kind}")][...]
+        assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), key
+        assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
+    assert view.value("engine/global_steps") == 4
