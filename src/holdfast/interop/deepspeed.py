@@ -149,10 +149,7 @@ class _Opening:
                     f"ZeRO-{theirs[0]} of DeepSpeed {theirs[1]} on {theirs[2]}"
                 )
         for rank, model in enumerate(models):
-            if (model.groups, model.engine.get("global_steps")) != (
-                models[0].groups,
-                models[0].engine.get("global_steps"),
-            ):
+            if _training(model) != _training(models[0]):
                 raise self._mixed(f"the model files of ranks 0 and {rank} are of different steps or models")
         version = models[0].engine.get("ds_version")
         if version != optims[0].version and optims[0].version is not None:
@@ -278,6 +275,11 @@ class _Opening:
                 if alias not in self._table and target in self._table:
                     found[alias] = target
         return found
+
+
+def _training(model: ModelStates) -> tuple[object, ...]:
+    """What the model files of all ranks have alike: the parameters in their order, and the step."""
+    return [list(group.items()) for group in model.groups], model.engine.get("global_steps")
 
 
 def _fragments(flat: _Flat, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
