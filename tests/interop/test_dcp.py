@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from tests.interop.changed_bytes import changed_bytes, read_or_refused
 from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
@@ -365,18 +366,5 @@ def test_an_archive_whose_entries_begin_before_it_is_refused(folder: Path) -> No
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(folder: Path, data: st.DataObject) -> None:
-    file = folder / data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
-    whole = file.read_bytes()
-    changed = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    file.write_bytes(changed[: data.draw(st.integers(len(whole) // 2, len(whole)) | st.just(len(whole)))])
-    try:
-        view = holdfast.open(folder)
-        for name in view.names():
-            view[name][...]
-        view.tree()
-    except holdfast.HoldfastError:
-        pass
-    finally:
-        file.write_bytes(whole)
+    with changed_bytes(folder / data.draw(st.sampled_from([".metadata", "__0_0.distcp"])), data):
+        read_or_refused(folder)

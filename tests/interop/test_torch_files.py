@@ -27,6 +27,7 @@ from holdfast.mapping import Rename
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
+from tests.interop.changed_bytes import changed_bytes, read_or_refused
 from tests.interop.test_dcp import described, emptied, some_state
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
@@ -591,19 +592,6 @@ def test_a_missing_storage_and_a_cut_off_file_are_refused(tmp_path: Path, file: 
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(file: Path, data: st.DataObject) -> None:
     whole = file.read_bytes()
-    changed = bytearray(whole)
     pickled = whole.index(b"\x80\x02")
-    for _ in range(data.draw(st.integers(1, 4))):
-        anywhere = st.integers(0, len(whole) - 1)
-        at = data.draw(anywhere | st.integers(pickled, pickled + 4096) | st.integers(len(whole) - 4096, len(whole) - 1))
-        changed[at] = data.draw(st.integers(0, 255))
-    file.write_bytes(changed[: data.draw(st.integers(len(whole) // 2, len(whole)) | st.just(len(whole)))])
-    try:
-        view = holdfast.open(file)
-        for name in view.names():
-            view[name][...]
-        view.tree()
-    except holdfast.HoldfastError:
-        pass
-    finally:
-        file.write_bytes(whole)
+    with changed_bytes(file, data, spots=(range(pickled, pickled + 4096), range(len(whole) - 4096, len(whole)))):
+        read_or_refused(file)

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.mapping import Rename
+from tests.interop.changed_bytes import changed_bytes, read_or_refused
 from tests.interop.test_dcp import described, emptied, some_state
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
@@ -271,18 +272,5 @@ def test_metadata_in_yaml_of_older_versions_says_what_to_do(folder: Path) -> Non
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(folder: Path, data: st.DataObject) -> None:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    file = folder / data.draw(st.just(METADATA) | st.sampled_from(files))
-    whole = file.read_bytes()
-    changed = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
-    file.write_bytes(changed[: data.draw(st.integers(len(whole) // 2, len(whole)) | st.just(len(whole)))])
-    try:
-        view = holdfast.open(folder)
-        for name in view.names():
-            view[name][...]
-        view.tree()
-    except holdfast.HoldfastError:
-        pass
-    finally:
-        file.write_bytes(whole)
+    with changed_bytes(folder / data.draw(st.just(METADATA) | st.sampled_from(files)), data):
+        read_or_refused(folder)
