@@ -107,11 +107,11 @@ def _object(text: bytes, *, path: str) -> dict[str, object]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r} twice")
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it has {name!r:.200} twice")
+        found[name] = value
     return found
 
 
@@ -130,7 +130,7 @@ def _entry(name: str, entry: object, *, path: str) -> tuple[tuple[int, int], Hea
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise malformed("has no two ascending offsets")
-    if not _counts(shape) or len(shape) > MAX_AXES or max(prod(shape), *shape, 0) > MAX_NUMEL:
+    if not _counts(shape) or len(shape) > MAX_AXES or prod(filter(None, shape)) > MAX_NUMEL:
         raise malformed("has an impossible shape")
     dtype = _CODES.get(code) if isinstance(code, str) else None
     if dtype is None:

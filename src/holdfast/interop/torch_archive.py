@@ -18,7 +18,7 @@ import xxhash
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import PickleError, unpickled
+from holdfast.interop.pickle_machine import PickleError, UnreadTensorError, unpickled
 from holdfast.interop.strided_parts import is_row_major
 from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, persistent
 from holdfast.store.base import Store
@@ -33,7 +33,15 @@ _UTF8: Final = 0x800
 
 
 #: What `zipfile` raises for bytes that are no archive.
-_NO_ZIP: Final = (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, NotImplementedError, struct.error)
+_NO_ZIP: Final = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    OSError,
+    ValueError,
+    NotImplementedError,
+    OverflowError,
+    struct.error,
+)
 
 
 class ArchiveError(ValueError):
@@ -143,10 +151,13 @@ class TorchArchive:
     def tensor_offset(self, dtype: str, shape: Shape) -> int:
         """The place of the first byte of the archive's only tensor, counted from the file's beginning.
 
-        Raises `ArchiveError` unless it is a tensor of this dtype and shape whose elements lie in row-major order.
+        Raises `ArchiveError` unless it is a tensor of this dtype and shape, and `UnreadTensorError` unless its elements
+        lie there in row-major order.
         """
         try:
             found = self._unpickled(_MAX_TENSOR_PICKLE_NBYTES)
+        except UnreadTensorError:
+            raise
         except PickleError as error:
             raise ArchiveError(f"its pickle is no tensor: {error}") from error
         if not isinstance(found, PickledTensor):
@@ -154,7 +165,8 @@ class TorchArchive:
         if (found.dtype, found.shape) != (dtype, shape):
             raise ArchiveError(f"it holds {found.dtype}{list(found.shape)} instead of {dtype}{list(shape)}")
         if prod(shape) and not is_row_major(found):
-            raise ArchiveError(f"its elements are not in row-major order (strides {list(found.strides)})")
+            what = f"its elements are not in row-major order (strides {list(found.strides)})"
+            raise UnreadTensorError(what)
         itemsize = DTYPES[dtype].itemsize
         first, nbytes = found.first * itemsize, self.storage_nbytes(found.storage.key)
         if first + prod(shape) * itemsize > nbytes:
@@ -174,7 +186,11 @@ class TorchArchive:
         """A digest of the pickle and of the directory, which has a checksum of each storage."""
         digest = xxhash.xxh3_128(self._read(self._entry("data.pkl"), _MAX_PICKLE_NBYTES))
         for entry in self._entries:
-            digest.update(f"{entry.filename}\0{entry.header_offset}\0{entry.file_size}\0{entry.CRC}\0".encode())
+            digest.update(
+                f"{entry.filename}\0{entry.header_offset}\0{entry.file_size}\0{entry.CRC}\0".encode(
+                    errors="surrogateescape"
+                )
+            )
         return digest.hexdigest()
 
     def _unpickled(self, limit: int) -> object:
@@ -201,8 +217,8 @@ class TorchArchive:
         """The place of an entry's first byte in the archive."""
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise ArchiveError(f"its entry {entry.filename:.100} is compressed or encrypted")
-        if entry.header_offset < 0:
-            raise ArchiveError(f"its entry {entry.filename:.100} begins before it")
+        if not 0 <= entry.header_offset < self._place.nbytes:
+            raise ArchiveError(f"its entry {entry.filename:.100} begins before it, or behind it")
         self._file.seek(entry.header_offset)
         header = self._file.read(_LOCAL_HEADER_NBYTES)
         if len(header) != _LOCAL_HEADER_NBYTES or header[:4] != b"PK\x03\x04":

@@ -41,8 +41,10 @@ def find_weight_files(folder: ForeignFolder, names: Sequence[str], *, first: str
     Raises `CorruptError`, code ``corrupt.foreign``, for an index that is malformed, for missing files, and for several
     models.
     """
+    if first in folder.names:  # as transformers decides; the index of an earlier save into the folder may be left over
+        return WeightFiles([first], None)
     index = _index_of(folder, first=first)
-    files = sorted(set(index.values())) if index is not None else _unindexed(folder, names, first=first)
+    files = sorted(set(index.values())) if index is not None else _unindexed(folder, names)
     _check_present(folder, files, index)
     return WeightFiles(files, index)
 
@@ -81,12 +83,10 @@ def _index_of(folder: ForeignFolder, *, first: str) -> Mapping[str, str] | None:
     return index
 
 
-def _unindexed(folder: ForeignFolder, names: Sequence[str], *, first: str) -> Sequence[str]:
+def _unindexed(folder: ForeignFolder, names: Sequence[str]) -> Sequence[str]:
     """The files of a folder without an index: its only one, or those that count as shards of one model."""
     if len(names) < 2:
         return names
-    if first in names:
-        return [first]
     shards = [found for found in map(_SHARD.fullmatch, names) if found is not None]
     if len(shards) != len(names) or len({(found["stem"], found["total"]) for found in shards}) > 1:
         raise _ambiguous(folder, names)
