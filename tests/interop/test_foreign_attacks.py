@@ -4,7 +4,9 @@ elements than were saved."""
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -198,3 +200,92 @@ def test_a_device_that_torch_does_not_know_is_found_before_anything_is_filled(tm
     live = {"w": torch.zeros(3), "d": None}
     with pytest.raises(holdfast.IncompatibleError, match="evil"):
         holdfast.load(path, live)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_one_shard_of_two_without_an_index_is_not_the_whole_model(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"{'pytorch_' if suffix == 'bin' else ''}model-00001-of-00002.{suffix}"
+    if suffix == "bin":
+        torch.save({"a": torch.ones(2)}, path)
+    else:
+        save_file({"a": torch.ones(2)}, path)
+    with pytest.raises(holdfast.CorruptError, match="lacks 1 file of 2"):
+        holdfast.open(tmp_path)
+    assert holdfast.open(path).names() == ["a"]
+
+
+@pytest.mark.parametrize(
+    "names", [["model-00001-of-00000", "model-00002-of-00000"], ["m-00001-of-00001", "m-00002-of-00001"]]
+)
+def test_shards_that_are_more_than_their_total_are_refused(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(holdfast.CorruptError, match="several sets"):
+        holdfast.open(tmp_path)
+
+
+def test_an_index_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(holdfast.CorruptError, match="malformed index"):
+        holdfast.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "offset"), [("shard-00001-model-00001-of-00001", 0), ("model-00001-of-00001", 2), ("other", 2)]
+)
+def test_the_rows_of_one_rank_are_not_read_as_the_whole_tensor(tmp_path: Path, name: str, offset: int) -> None:
+    info = {"x": {"saved_offsets": [offset, 0]}}
+    path = tmp_path / f"{name}.safetensors"
+    save_file({"x": torch.ones(2, 3)}, path, {"DCP_SHARDING_INFO": json.dumps(info)})
+    for named in (path, tmp_path):
+        with pytest.raises(holdfast.IncompatibleError, match="part of one rank"):
+            holdfast.open(named)
+
+
+def test_a_file_of_whole_tensors_is_read_though_torch_notes_their_offsets(tmp_path: Path) -> None:
+    info = {"x": {"saved_offsets": [0, 0]}}
+    save_file({"x": torch.ones(2, 3)}, tmp_path / "model.safetensors", {"DCP_SHARDING_INFO": json.dumps(info)})
+    assert holdfast.open(tmp_path).names() == ["x"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "model.safetensors.index.json", ".snapshot_metadata"])
+def test_a_file_inside_a_folder_leads_to_the_folder(folder: Path, name: str) -> None:
+    (folder / name).touch()
+    with pytest.raises(holdfast.IncompatibleError, match="Name the folder instead") as caught:
+        holdfast.open(folder / name)
+    assert str(folder) in caught.value.action
+
+
+def test_a_value_that_cannot_be_read_and_nobody_needs_does_not_stop_a_load_of_what_both_have(tmp_path: Path) -> None:
+    saved = write(tmp_path / "dcp", {"a": torch.ones(3), "v": {"lr": 0.5, "unreadable": {1, 2}}})
+    live: dict[str, Any] = {"a": torch.zeros(3), "v": {"lr": 0.0}}
+    with pytest.raises(holdfast.IncompatibleError, match="unreadable"):
+        holdfast.load(saved, live)
+    report = holdfast.load(saved, live, strict=False)
+    assert live["a"].tolist() == [1, 1, 1]
+    assert live["v"]["lr"] == 0.5
+    assert "v/unreadable" in report.unexpected
+
+
+@pytest.mark.parametrize("form", ["dcp", "safetensors", "pt"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_file_that_was_written_again_after_it_was_opened_gives_no_other_tensors_elements(
+    tmp_path: Path, form: str, verify: bool
+) -> None:
+    def save(state: dict[str, Any]) -> Path:
+        if form == "dcp":
+            return write(tmp_path / "dcp", state)
+        path = tmp_path / f"model.{form}"
+        save_file(state, path) if form == "safetensors" else torch.save(state, path)
+        return path
+
+    path = save({"a": torch.zeros(2, 2), "b": torch.ones(2, 2)})
+    for file in [path] if path.is_file() else path.iterdir():
+        os.utime(file, (1, 1))
+    view = holdfast.open(path, verify=verify)
+    if form == "dcp":
+        shutil.rmtree(path)
+    save({"a": torch.ones(2, 2) * 5, "c": torch.ones(2, 2) * 7})
+    with pytest.raises(holdfast.CorruptError):
+        view["b"][...]

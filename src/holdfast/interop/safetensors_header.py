@@ -7,6 +7,7 @@ shape and offsets in the data. Tensors follow each other without gaps and withou
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final, NamedTuple, TypeGuard
@@ -15,13 +16,18 @@ from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.geometry import Shape
-from holdfast.interop.foreign_format import damaged
+from holdfast.interop.foreign_format import damaged, unreadable
 from holdfast.store.base import Store
 
 #: The stock reader refuses a longer header.
 MAX_HEADER_NBYTES: Final = 100_000_000
 _LENGTH_NBYTES: Final = 8
 _METADATA: Final = "__metadata__"
+#: The entry of the metadata in which torch notes for each tensor where it begins in the whole one, and what that entry
+#: has for one that does not begin at 0. Files of whole tensors have the entry, too, but not the name of a rank's file.
+_SHARDING: Final = "DCP_SHARDING_INFO"
+_LATER_PART: Final = re.compile(r'"saved_offsets": ?\[[^\]\[]*[1-9]')
+_RANK_FILE: Final = re.compile(r"shard-[0-9]+-.*")
 _F4: Final = "F4"
 #: Our dtypes by the codes of safetensors, also of those that our own files store as bytes.
 _CODES: Final[Mapping[str, str]] = {
@@ -82,6 +88,10 @@ def decode_header(text: bytes, nbytes: int, *, path: str) -> list[HeaderTensor]:
     metadata = entries.pop(_METADATA, {})
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise damaged(path, "has a malformed header: its metadata is no table of strings")
+    if _is_part(metadata, path):
+        what = "is the part of one rank: a job saved it through HuggingFaceStorageWriter(save_distributed=True)"
+        action = "Load the folder with dcp.load and HuggingFaceStorageReader, and save it again, or consolidate it."
+        raise unreadable(path, what, action=action)
     start = _LENGTH_NBYTES + len(text)
     found = sorted((_entry(name, entry, path=path) for name, entry in entries.items()), key=lambda one: one[0])
     end = 0
@@ -94,6 +104,14 @@ def decode_header(text: bytes, nbytes: int, *, path: str) -> list[HeaderTensor]:
         how = "is cut off" if start + end > nbytes else "has bytes that belong to no tensor"
         raise damaged(path, f"{how}: its tensors need {start + end} bytes, and it has {nbytes}")
     return [tensor._replace(offset=start + first) for (first, _), tensor in found]
+
+
+def _is_part(metadata: Mapping[str, str], path: str) -> bool:
+    """Whether the tensors of a file are the parts that one rank had."""
+    info = metadata.get(_SHARDING)
+    if info is None:
+        return False
+    return _LATER_PART.search(info) is not None or _RANK_FILE.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def _object(text: bytes, *, path: str) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Final, NamedTuple
 
 import msgspec
@@ -76,6 +77,8 @@ def _index_of(folder: ForeignFolder, *, first: str) -> Mapping[str, str] | None:
         index = decode_json(folder.storage.read(name, limit=_MAX_INDEX_NBYTES), _IndexFile).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise damaged(folder.path(name), f"is a malformed index ({error!s:.200})") from error
+    if not index:
+        raise damaged(folder.path(name), "is a malformed index: it has no tensors")
     for tensor, file in index.items():
         if not file.endswith(suffix) or "/" in file:
             what = f"is a malformed index: it places {shown(tensor):.200} in {file!r:.200}"
@@ -85,12 +88,15 @@ def _index_of(folder: ForeignFolder, *, first: str) -> Mapping[str, str] | None:
 
 def _unindexed(folder: ForeignFolder, names: Sequence[str]) -> Sequence[str]:
     """The files of a folder without an index: its only one, or those that count as shards of one model."""
-    if len(names) < 2:
+    is_named = PurePosixPath(folder.location.url).name in names
+    if len(names) < 2 and (is_named or not names or _SHARD.fullmatch(names[0]) is None):
         return names
     shards = [found for found in map(_SHARD.fullmatch, names) if found is not None]
     if len(shards) != len(names) or len({(found["stem"], found["total"]) for found in shards}) > 1:
         raise _ambiguous(folder, names)
     stem, total, suffix = shards[0]["stem"], shards[0]["total"], shards[0]["suffix"]
+    if not all(0 < int(found["number"]) <= int(total) for found in shards):
+        raise _ambiguous(folder, names)
     return [f"{stem}-{number:05d}-of-{total}{suffix}" for number in range(1, int(total) + 1)]
 
 
