@@ -289,3 +289,15 @@ def test_a_file_that_was_written_again_after_it_was_opened_gives_no_other_tensor
     save({"a": torch.ones(2, 2) * 5, "c": torch.ones(2, 2) * 7})
     with pytest.raises(holdfast.CorruptError):
         view["b"][...]
+
+
+def test_a_tensor_and_a_value_of_one_path_are_refused(folder: Path) -> None:
+    with pytest.raises(holdfast.CorruptError, match="twice"):
+        holdfast.open(changed(folder, lambda m: m.planner_data.update({"v.lr": ("w",)})))
+
+
+def test_a_name_with_half_a_character_is_refused_with_its_file(folder: Path) -> None:
+    with pytest.raises(holdfast.IncompatibleError, match="metadata has a name"):
+        holdfast.open(changed(folder, lambda m: m.planner_data.update(w=("w\ud800",))))
+    with pytest.raises(holdfast.CorruptError, match="malformed header"):
+        decode_header(b'{"\\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', 1000, path="file")

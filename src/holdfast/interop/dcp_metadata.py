@@ -94,6 +94,7 @@ def _decoded(data: bytes) -> DcpMetadata:
     values: dict[str, tuple[StatePath, Item]] = {}
     # Each key of a path is also in a name, so a sound pickle is larger than the paths in it.
     num_characters = 0
+    taken: set[StatePath] = set()
     for name, entry in metadata["state_dict_metadata"].items():
         if not isinstance(name, str):
             raise PickleError("an entry has no name")
@@ -101,6 +102,9 @@ def _decoded(data: bytes) -> DcpMetadata:
         num_characters += sum(len(key) for key in path if isinstance(key, str))
         if num_characters > 2 * len(data):
             raise PickleError("it has paths that are longer than the names of their entries")
+        if path in taken:
+            raise PickleError(f"it has {name!r:.200} twice")
+        taken.add(path)
         if isinstance(entry, PickledObject) and entry.name == _TENSOR:
             tensors[name] = _tensor(name, path, entry.fields, homes)
         elif isinstance(entry, PickledObject) and entry.name == _BYTES:
@@ -119,7 +123,7 @@ def _fields(record: object, name: str) -> dict[str, Any]:
 def _path(path: object) -> StatePath:
     # The message does not show it: tuples that share their parts have a text without an end.
     if not isinstance(path, tuple) or not 0 < len(path) <= MAX_DEPTH or not isinstance(path[0], str):
-        raise PickleError(f"a {type(path).__name__} is no path of a state dict (1 to {MAX_DEPTH} keys)")
+        raise PickleError(f"an object of type {type(path).__name__} is no path of a state dict (1 to {MAX_DEPTH} keys)")
     if not all(type(key) is str or (type(key) is int and 0 <= key <= MAX_NUMEL) for key in path):
         raise PickleError("a path of a state dict has a key that is neither a text nor an index")
     return path

@@ -117,6 +117,8 @@ def _is_part(metadata: Mapping[str, str], path: str) -> bool:
 def _object(text: bytes, *, path: str) -> dict[str, object]:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        if isinstance(entries, dict):
+            "".join(entries).encode()  # an escape in JSON can be half a character, and no name can
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"has a malformed header ({error!s:.200})") from error
     if not isinstance(entries, dict):

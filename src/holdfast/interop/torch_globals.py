@@ -21,6 +21,7 @@ from holdfast.interop.pickle_machine import (
     is_large_key,
     pickled_objects,
 )
+from holdfast.wording import count
 
 #: The dtypes of torch's typed storages; other dtypes are in untyped ones.
 _STORAGES: Final[Mapping[str, str]] = {
@@ -92,9 +93,9 @@ def shape_of(numbers: object) -> Shape:
     """A shape or the like from a pickle. Raises `PickleError` for anything but a tuple of counts."""
     # The message does not show them: tuples that share their parts have a text without an end.
     if not isinstance(numbers, tuple):
-        raise PickleError(f"a {type(numbers).__name__} is no shape")
+        raise PickleError(f"a shape is of type {type(numbers).__name__}")
     if len(numbers) > MAX_AXES:
-        raise PickleError(f"a tuple of {len(numbers)} items is no shape")
+        raise PickleError(f"a shape has {count(len(numbers), 'item')}")
     if not all(type(number) is int and 0 <= number <= MAX_NUMEL for number in numbers):
         raise PickleError("a tuple of other items than counts is no shape")
     return tuple(numbers)
