@@ -554,7 +554,7 @@ def longer(entry: zipfile.ZipInfo) -> None:
         ({"compressed": "data/0"}, "is compressed or encrypted"),
         ({"compressed": "data.pkl"}, "is compressed or encrypted"),
         ({"twice": "data/0"}, "it has an entry twice"),
-        ({"change": ("data/0", beyond)}, "has no header|no zip archive"),
+        ({"change": ("data/0", beyond)}, "has no header|no zip archive|behind it"),
         ({"change": ("data/0", locked)}, "is compressed or encrypted"),
         ({"change": ("data/0", longer)}, "cut off, or runs into the next one"),
         ({"contents": {"byteorder": b"big"}}, "not in little-endian order"),

@@ -10,7 +10,7 @@ from typing import Final
 
 import xxhash
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StateError
 from holdfast.format.names import shown
 from holdfast.interop.dcp_metadata import DcpMetadata, decode_metadata, name_of
 from holdfast.interop.dcp_values import dcp_nodes
@@ -49,7 +49,10 @@ class DcpFormat:
             raise damaged(path, f"is malformed: {error}") from error
         files = sorted({item.file for item in _items(metadata)})
         nbytes = _sizes(folder, metadata, files)
-        named = [(name_of(tensor.path), tensor.items) for tensor in metadata.tensors.values()]
+        try:
+            named = [(name_of(tensor.path), tensor.items) for tensor in metadata.tensors.values()]
+        except StateError as error:
+            raise unreadable(path, f"has a name that holdfast cannot have: {error}") from error
         places = item_places(folder, path, named, dict(zip(files, nbytes, strict=True)))
         return ForeignState(
             folder,

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from holdfast.collector import collector_paused
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import MAX_NUMEL
 from holdfast.format.names import component, join
 from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
@@ -91,8 +92,19 @@ def _decoded(data: bytes) -> DcpMetadata:
     homes = _homes(metadata["storage_data"])
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, tuple[StatePath, Item]] = {}
+    # Each key of a path is also in a name, so a sound pickle is larger than the paths in it.
+    num_characters = 0
+    taken: set[StatePath] = set()
     for name, entry in metadata["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise PickleError("an entry has no name")
         path = _path(paths.get(name, (name,)))
+        num_characters += sum(len(key) for key in path if isinstance(key, str))
+        if num_characters > 2 * len(data):
+            raise PickleError("it has paths that are longer than the names of their entries")
+        if path in taken:
+            raise PickleError(f"it has {name!r:.200} twice")
+        taken.add(path)
         if isinstance(entry, PickledObject) and entry.name == _TENSOR:
             tensors[name] = _tensor(name, path, entry.fields, homes)
         elif isinstance(entry, PickledObject) and entry.name == _BYTES:
@@ -109,10 +121,11 @@ def _fields(record: object, name: str) -> dict[str, Any]:
 
 
 def _path(path: object) -> StatePath:
+    # The message does not show it: tuples that share their parts have a text without an end.
     if not isinstance(path, tuple) or not 0 < len(path) <= MAX_DEPTH or not isinstance(path[0], str):
-        raise PickleError(f"{path!r:.100} is no path of a state dict")
-    if not all(type(key) is str or (type(key) is int and key >= 0) for key in path):
-        raise PickleError(f"{path!r:.100} is no path of a state dict")
+        raise PickleError(f"an object of type {type(path).__name__} is no path of a state dict (1 to {MAX_DEPTH} keys)")
+    if not all(type(key) is str or (type(key) is int and 0 <= key <= MAX_NUMEL) for key in path):
+        raise PickleError("a path of a state dict has a key that is neither a text nor an index")
     return path
 
 
@@ -127,9 +140,9 @@ def _homes(storage: Mapping[PickledObject, object]) -> dict[tuple[str, Shape | N
         file, transforms = item["relative_path"], tuple(item.get("transform_descriptors") or ())
         if not isinstance(file, str) or not isinstance(place["fqn"], str):
             raise PickleError("an item has no file or no name")
-        homes[place["fqn"], None if at is None else shape_of(at)] = Item(
-            file, start, nbytes, tuple(map(str, transforms))
-        )
+        if not all(isinstance(transform, str) for transform in transforms):
+            raise PickleError("an item was put through something without a name")
+        homes[place["fqn"], None if at is None else shape_of(at)] = Item(file, start, nbytes, transforms)
     return homes
 
 
@@ -145,7 +158,7 @@ def _tensor(
     name: str, path: StatePath, entry: Mapping[str, Any], homes: Mapping[tuple[str, Shape | None], Item]
 ) -> DcpTensor:
     properties = entry["properties"]
-    if not isinstance(properties, PickledObject) or not isinstance(properties.state, tuple):
+    if not isinstance(properties, PickledObject) or not isinstance(properties.state, tuple) or not properties.state:
         raise PickleError(f"tensor {name!r:.200} has no properties")
     dtype = properties.state[0]
     if not isinstance(dtype, TorchValue) or dtype.text not in DTYPES:

@@ -12,8 +12,9 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import shown
 from holdfast.geometry import Int64s, Shape
 from holdfast.interop.deepspeed_layout import FlatParts, whole_piece
-from holdfast.interop.foreign_format import ForeignFolder, damaged
+from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces
+from holdfast.interop.pickle_machine import UnreadTensorError
 from holdfast.interop.torch_archive import ArchiveError, TorchArchive
 from holdfast.interop.torch_globals import PickledTensor
 
@@ -104,6 +105,8 @@ class TensorTable:
             key, tensor = self._sources[source]
             try:
                 self._bases[source] = self._archives[key].elements_offset(tensor)
+            except UnreadTensorError as error:
+                raise unreadable(self._folder.path(key), f"holds a tensor that cannot be read: {error}") from error
             except ArchiveError as error:
                 raise damaged(self._folder.path(key), f"holds a tensor that cannot be read: {error}") from error
         return self._bases[source]

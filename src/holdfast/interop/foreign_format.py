@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
+from holdfast.checkpoint.data_files import OpenReader, open_reader
 from holdfast.checkpoint.stored_state import StateRecord, StoredState
 from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format.manifest import file_name
 from holdfast.format.values import Node, Open
 from holdfast.interop.given_places import GivenPlaces
+from holdfast.io.jobs import DataFile
 from holdfast.store.base import Location, Store
+from holdfast.store.timed import TimedStore, untimed
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class ForeignState(StoredState):
         self._names = tuple(files)
         self._record = StateRecord(location=folder.location, identity=identity, kind=kind)
         self._nodes = {"": Open("dict")} if nodes is None else nodes
+        self._marks = [_mark(folder.storage, name) for name in files]
 
     @property
     def record(self) -> StateRecord:
@@ -87,9 +93,45 @@ class ForeignState(StoredState):
         """As `StoredState.nodes`."""
         return self._nodes
 
+    def open_file(
+        self,
+        index: int,
+        *,
+        data_start: int,
+        data_nbytes: int,
+        verify: bool = True,
+        open_reader: OpenReader = open_reader,
+    ) -> DataFile:
+        """As `DataFiles.open_file`. Raises `CorruptError` where the file is another one than when the state was opened:
+        the places of tensors in it are no longer known."""
+        file = super().open_file(
+            index, data_start=data_start, data_nbytes=data_nbytes, verify=verify, open_reader=open_reader
+        )
+        name = self._names[index]
+        if _mark(untimed(self._storage), name) != self._marks[index]:
+            file.reader.close()
+            action = "Open the checkpoint again when nothing writes to it."
+            raise damaged(self._storage.path(name), "was replaced or changed after it was opened", action=action)
+        return file
+
     def key(self, file: int) -> str:
         """As `DataFiles.key`, but with folders: other systems have files of one name in several."""
         return self._names[file]
+
+
+def _mark(store: Store, name: str) -> tuple[int, ...] | None:
+    """Numbers that differ when a file is written again; its size alone where the store is no file system."""
+    path = store.path(name)
+    if isinstance(store, TimedStore):
+        return store.limit.run("look at", path, partial(_mark, store.untimed, name))
+    if store.location.folder is None:
+        nbytes = store.nbytes(name)
+        return None if nbytes is None else (nbytes,)
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return None  # the reader of the file says what is wrong
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def damaged(

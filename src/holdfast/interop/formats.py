@@ -13,10 +13,11 @@ from holdfast.format.manifest import is_file_name
 from holdfast.format.records import SEAL_NAME
 from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.deepspeed import DeepSpeedFormat
-from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState
+from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.interop.torch_files import TorchFileFormat
 from holdfast.interop.torchsnapshot import TorchSnapshotFormat
+from holdfast.interop.weight_files import INDEX_SUFFIX
 from holdfast.run.history import Located, resolve
 from holdfast.run.paths import Selection, beside
 from holdfast.store.base import Store
@@ -31,6 +32,10 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
     DeepSpeedFormat(),
     TorchFileFormat(),
 )
+
+#: Files that are read together with the rest of their folder only.
+_DESCRIPTIONS: Final = (".metadata", ".snapshot_metadata")
+_FOLDER_SUFFIXES: Final = (".distcp", INDEX_SUFFIX)
 
 
 class FoundState(NamedTuple):
@@ -70,6 +75,9 @@ def foreign_at(target: Selection, storage: Store) -> ForeignState | None:
         name = PurePosixPath(target.location.url).name
         if parent.nbytes(name) is None:
             return None
+        if name in _DESCRIPTIONS or name.endswith(_FOLDER_SUFFIXES):
+            what = "is one file of a checkpoint that is a folder"
+            raise unreadable(parent.path(name), what, action=f"Name the folder instead: '{parent.location}'.")
         folder = ForeignFolder(timed_alike(parent, storage), (name,), target.location)
     if any(is_file_name(name) or name in (MANIFEST_NAME, SEAL_NAME) for name in folder.names):
         return None  # a part of a checkpoint of ours: its data files are safetensors files, too

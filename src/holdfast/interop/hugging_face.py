@@ -59,7 +59,7 @@ def _state(folder: ForeignFolder, headers: Mapping[str, Header]) -> ForeignState
     places = GivenPlaces(tensors, [header.nbytes for header in headers.values()], offsets_of)
     digest = xxhash.xxh3_128()
     for file, header in headers.items():
-        digest.update(f"{file}\0{header.nbytes}\0".encode())
+        digest.update(f"{file}\0{header.nbytes}\0".encode(errors="surrogateescape"))
         digest.update(header.text)
     return ForeignState(folder, places, list(headers), kind=HuggingFaceFormat.kind, identity=digest.hexdigest())
 

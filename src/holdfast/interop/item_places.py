@@ -13,8 +13,9 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import shown
 from holdfast.geometry import Box, Int64s, Shape
-from holdfast.interop.foreign_format import ForeignFolder, damaged
+from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces, uncovered
+from holdfast.interop.pickle_machine import UnreadTensorError
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 
 
@@ -62,18 +63,25 @@ def _checked(path: str, name: str, tensor: TensorItems, numbers: Mapping[str, in
     num_axes = len(tensor.shape)
     boxes = [box for box, _ in tensor.parts]
     extents = [*tensor.shape, *chain.from_iterable((*box.start, *box.size) for box in boxes), 0]
-    if num_axes > MAX_AXES or max(extents) > MAX_NUMEL or any(len(box.size) != num_axes for box in boxes):
+    if num_axes > MAX_AXES or max(extents) > MAX_NUMEL or prod(filter(None, tensor.shape)) > MAX_NUMEL:
+        raise damaged(path, f"has {shown(name):.200} with an impossible shape", tensor=name)
+    if any(len(box.size) != num_axes for box in boxes):
         raise damaged(path, f"has {shown(name):.200} with an impossible shape", tensor=name)
     starts = np.asarray([box.start for box in boxes], np.int64).reshape(len(boxes), num_axes)
     sizes = np.asarray([box.size for box in boxes], np.int64).reshape(len(boxes), num_axes)
     owners = np.asarray([numbers[item.file] for _, item in tensor.parts], np.int64)
     itemsize = DTYPES[tensor.dtype].itemsize
-    if any(item.is_bare and item.nbytes != prod(box.size) * itemsize for box, item in tensor.parts):
+    if any(not _is_room(item, prod(box.size) * itemsize) for box, item in tensor.parts):
         raise damaged(path, f"has {shown(name):.200} with a part whose bytes do not fit its shape", tensor=name)
     made = ForeignTensor(name, tensor.dtype, tensor.shape, starts, sizes, owners)
     if (fault := uncovered(made)) is not None:
         raise damaged(path, f"is damaged: tensor {shown(name):.200} {fault}", tensor=name)
     return made
+
+
+def _is_room(item: Item, nbytes: int) -> bool:
+    """Whether an item can hold elements of so many bytes; an archive has more beside them."""
+    return item.nbytes == nbytes if item.is_bare else item.nbytes >= nbytes
 
 
 class _ItemOffsets:
@@ -104,6 +112,13 @@ class _ItemOffsets:
         place = ArchivePlace(self._windows, item.file, item.start, item.nbytes)
         try:
             return TorchArchive(place).tensor_offset(tensor.dtype, box.size)
+        except UnreadTensorError as error:
+            what = f"holds {shown(name):.200} in a form that holdfast does not read: {error}"
+            action = (
+                "Load the folder with the library that wrote it, and save that tensor again after "
+                ".resolve_conj().contiguous()."
+            )
+            raise unreadable(self._folder.path(item.file), what, action=action) from error
         except ArchiveError as error:
             what = f"holds no {shown(name):.200} at byte {item.start}: {error}"
             raise damaged(self._folder.path(item.file), what, tensor=name) from error

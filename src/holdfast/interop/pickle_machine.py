@@ -21,8 +21,17 @@ Globals = Mapping[str, Make | object]
 _MARK: Final = object()
 #: Types that may be keys of dicts. (Python hashes nested tuples by recursion without a limit.)
 _KEYS: Final = (str, int, float, bytes, type(None))
+_SIZED: Final = (str, bytes, tuple, list, dict)
 _UINT16, _INT32, _UINT32, _UINT64 = (struct.Struct(code) for code in ("<H", "<i", "<I", "<Q"))
 _DOUBLE: Final = struct.Struct(">d")
+#: Most keys of a dict that are larger numbers than `_LARGE_KEY`: Python hashes them modulo 2**61 - 1, so many of them
+#: can be chosen to have one hash, and each such key costs a comparison with all the others.
+_MAX_LARGE_KEYS: Final = 1024
+_LARGE_KEY: Final = 1 << 48
+#: The arguments of calls have at most so many items and characters for each byte of the pickle, and so many besides. A
+#: pickle can call a function many times with one large argument.
+_ARGUMENTS_PER_BYTE: Final = 4
+_MOST_ARGUMENTS: Final = 1 << 20
 
 
 class PickleError(ValueError):
@@ -35,6 +44,10 @@ class ForbiddenGlobalError(PickleError):
     def __init__(self, name: str) -> None:
         super().__init__(f"it names the global {name!r:.200}, which is not data")
         self.name = name
+
+
+class UnreadTensorError(PickleError):
+    """A tensor is sound, and its elements are other ones, or lie in another order, than holdfast reads."""
 
 
 class PickledObject:
@@ -68,6 +81,11 @@ def pickled_objects(*names: str) -> dict[str, Make]:
 
 def _recording(name: str) -> Make:
     return lambda args: PickledObject(name, args)
+
+
+def is_large_key(key: object) -> bool:
+    """Whether a key of a dict is a number so large that others can be chosen to have the same hash."""
+    return isinstance(key, (int, float)) and not -_LARGE_KEY < key < _LARGE_KEY
 
 
 class Callee:
@@ -128,6 +146,8 @@ class _Machine:
         #: The stacks below the open marks.
         self._below: list[list[Any]] = []
         self._memo: dict[int, Any] = {}
+        self._num_large_keys = 0
+        self._arguments_left = _MOST_ARGUMENTS + _ARGUMENTS_PER_BYTE * len(data)
 
     def run(self) -> object:
         """Read up to the end of the pickle."""
@@ -257,6 +277,10 @@ class _Machine:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if not isinstance(key, (*_KEYS, PickledObject)):
                 raise PickleError(f"it has a key of type {type(key).__name__}")
+            if is_large_key(key):
+                self._num_large_keys += 1
+                if self._num_large_keys > _MAX_LARGE_KEYS:
+                    raise PickleError("it has too many large numbers as keys")
             target[key] = value
 
     def global_line(self) -> None:
@@ -283,6 +307,9 @@ class _Machine:
         args, named = self._stack.pop(), self._stack.pop()
         if not isinstance(named, Callee) or type(args) is not tuple:
             raise PickleError("it calls something that is no global")
+        self._arguments_left -= sum(len(arg) for arg in args if isinstance(arg, _SIZED))
+        if self._arguments_left < 0:
+            raise PickleError("it calls functions with one argument too often")
         self.push(named.make(args))
 
     def build(self) -> None:

@@ -102,14 +102,24 @@ def pickled_tree(name: str, value: object) -> PickledTree:
     Raises `PickleError` for a tree without an end.
     """
     tree, dicts = PickledTree(), set[str]()
-    left: list[tuple[str, object]] = [(name, value)]
+    left: list[tuple[str, object]] = []
     num_characters = 0
+
+    def add(above: str, parts: Iterable[tuple[str, object]]) -> None:
+        """Note parts to visit. Counts them here: one list that holds itself many times must not fill the memory."""
+        nonlocal num_characters
+        for below, part in parts:
+            path = join(above, below)
+            num_characters += len(path)
+            if len(tree.nodes) + len(left) > _MAX_NODES or num_characters > _MAX_CHARACTERS:
+                raise PickleError("it refers to one object too often")
+            left.append((path, part))
+
+    add("", [(name, value)])
     while left:
         path, item = left.pop()
-        num_characters += len(path)
-        is_deep = path.count("/") > name.count("/") + values.MAX_DEPTH
-        if is_deep or len(tree.nodes) > _MAX_NODES or num_characters > _MAX_CHARACTERS:
-            raise PickleError("it is nested too deeply, or refers to one object too often")
+        if path.count("/") > name.count("/") + values.MAX_DEPTH:
+            raise PickleError("it is nested too deeply")
         if isinstance(item, PickledTensor):
             tree.tensors[path] = item
             tree.nodes[path] = TensorRef()
@@ -118,11 +128,11 @@ def pickled_tree(name: str, value: object) -> PickledTree:
             tree.nodes[path] = TensorRef()
         elif isinstance(item, RankParts):
             tree.nodes[path] = PerRankNode(item.world_size)
-            left += [(join(path, rank_component(rank)), part) for rank, part in item.parts.items()]
+            add(path, ((rank_component(rank), part) for rank, part in item.parts.items()))
         elif (parts := optimizer_parts(item)) is not None:
             tree.nodes[path] = Open("optimizer")
             tree.nodes.update((join(path, below), node) for below, node in parts.nodes)
-            left += [(join(path, below), part) for below, part in parts.values]
+            add(path, parts.values)
         else:
             try:
                 tree.nodes[path], children = _node(item, path)
@@ -131,7 +141,7 @@ def pickled_tree(name: str, value: object) -> PickledTree:
                 continue
             if isinstance(item, dict):
                 dicts.add(path)
-            left += [(join(path, child), part) for child, part in children]
+            add(path, children)
     # A dict with tensors may be that of a module, whose node lists no entries.
     tree.nodes.update(dict.fromkeys(_above([*tree.tensors, *tree.items]) & dicts, Open("dict")))
     return tree

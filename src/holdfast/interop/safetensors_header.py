@@ -7,6 +7,7 @@ shape and offsets in the data. Tensors follow each other without gaps and withou
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final, NamedTuple, TypeGuard
@@ -15,13 +16,18 @@ from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.geometry import Shape
-from holdfast.interop.foreign_format import damaged
+from holdfast.interop.foreign_format import damaged, unreadable
 from holdfast.store.base import Store
 
 #: The stock reader refuses a longer header.
 MAX_HEADER_NBYTES: Final = 100_000_000
 _LENGTH_NBYTES: Final = 8
 _METADATA: Final = "__metadata__"
+#: The entry of the metadata in which torch notes for each tensor where it begins in the whole one, and what that entry
+#: has for one that does not begin at 0. Files of whole tensors have the entry, too, but not the name of a rank's file.
+_SHARDING: Final = "DCP_SHARDING_INFO"
+_LATER_PART: Final = re.compile(r'"saved_offsets": ?\[[^\]\[]*[1-9]')
+_RANK_FILE: Final = re.compile(r"shard-[0-9]+-.*")
 _F4: Final = "F4"
 #: Our dtypes by the codes of safetensors, also of those that our own files store as bytes.
 _CODES: Final[Mapping[str, str]] = {
@@ -82,6 +88,10 @@ def decode_header(text: bytes, nbytes: int, *, path: str) -> list[HeaderTensor]:
     metadata = entries.pop(_METADATA, {})
     if not (isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())):
         raise damaged(path, "has a malformed header: its metadata is no table of strings")
+    if _is_part(metadata, path):
+        what = "is the part of one rank: a job saved it through HuggingFaceStorageWriter(save_distributed=True)"
+        action = "Load the folder with dcp.load and HuggingFaceStorageReader, and save it again, or consolidate it."
+        raise unreadable(path, what, action=action)
     start = _LENGTH_NBYTES + len(text)
     found = sorted((_entry(name, entry, path=path) for name, entry in entries.items()), key=lambda one: one[0])
     end = 0
@@ -96,9 +106,19 @@ def decode_header(text: bytes, nbytes: int, *, path: str) -> list[HeaderTensor]:
     return [tensor._replace(offset=start + first) for (first, _), tensor in found]
 
 
+def _is_part(metadata: Mapping[str, str], path: str) -> bool:
+    """Whether the tensors of a file are the parts that one rank had."""
+    info = metadata.get(_SHARDING)
+    if info is None:
+        return False
+    return _LATER_PART.search(info) is not None or _RANK_FILE.fullmatch(path.rpartition("/")[2]) is not None
+
+
 def _object(text: bytes, *, path: str) -> dict[str, object]:
     try:
         entries = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        if isinstance(entries, dict):
+            "".join(entries).encode()  # an escape in JSON can be half a character, and no name can
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"has a malformed header ({error!s:.200})") from error
     if not isinstance(entries, dict):
@@ -107,11 +127,11 @@ def _object(text: bytes, *, path: str) -> dict[str, object]:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has {twice!r} twice")
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it has {name!r:.200} twice")
+        found[name] = value
     return found
 
 
@@ -130,7 +150,7 @@ def _entry(name: str, entry: object, *, path: str) -> tuple[tuple[int, int], Hea
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise malformed("has no two ascending offsets")
-    if not _counts(shape) or len(shape) > MAX_AXES or max(prod(shape), *shape, 0) > MAX_NUMEL:
+    if not _counts(shape) or len(shape) > MAX_AXES or prod(filter(None, shape)) > MAX_NUMEL:
         raise malformed("has an impossible shape")
     dtype = _CODES.get(code) if isinstance(code, str) else None
     if dtype is None:

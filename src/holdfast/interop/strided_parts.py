@@ -27,7 +27,7 @@ def is_possible(tensor: PickledTensor) -> bool:
     """Whether shape and strides are those of a tensor that the tables can hold."""
     if len(tensor.shape) != len(tensor.strides) or len(tensor.shape) > MAX_AXES:
         return False
-    return max(prod(tensor.shape), behind(tensor), *tensor.shape, *tensor.strides, 0) <= MAX_NUMEL
+    return max(prod(filter(None, tensor.shape)), behind(tensor), *tensor.strides, 0) <= MAX_NUMEL
 
 
 def behind(tensor: PickledTensor) -> int:

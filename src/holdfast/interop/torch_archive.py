@@ -18,7 +18,7 @@ import xxhash
 
 from holdfast.format.dtypes import DTYPES
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import Globals, PickleError, unpickled
+from holdfast.interop.pickle_machine import Globals, PickleError, UnreadTensorError, unpickled
 from holdfast.interop.strided_parts import is_row_major
 from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PickledTensor, persistent
 from holdfast.store.base import Store
@@ -33,7 +33,15 @@ _UTF8: Final = 0x800
 
 
 #: What `zipfile` raises for bytes that are no archive.
-_NO_ZIP: Final = (zipfile.BadZipFile, zipfile.LargeZipFile, OSError, ValueError, NotImplementedError, struct.error)
+_NO_ZIP: Final = (
+    zipfile.BadZipFile,
+    zipfile.LargeZipFile,
+    OSError,
+    ValueError,
+    NotImplementedError,
+    OverflowError,
+    struct.error,
+)
 
 
 class ArchiveError(ValueError):
@@ -149,10 +157,13 @@ class TorchArchive:
     def tensor_offset(self, dtype: str, shape: Shape) -> int:
         """The place of the first byte of the archive's only tensor, counted from the file's beginning.
 
-        Raises `ArchiveError` unless it is a tensor of this dtype and shape whose elements lie in row-major order.
+        Raises `ArchiveError` unless it is a tensor of this dtype and shape, and `UnreadTensorError` unless its elements
+        lie there in row-major order.
         """
         try:
             found = self._unpickled(_MAX_TENSOR_PICKLE_NBYTES)
+        except UnreadTensorError:
+            raise
         except PickleError as error:
             raise ArchiveError(f"its pickle is no tensor: {error}") from error
         if not isinstance(found, PickledTensor):
@@ -176,20 +187,16 @@ class TorchArchive:
         digest.update(self.directory)
         return digest.hexdigest()
 
-    def check_elements(self, tensor: PickledTensor) -> None:
-        """Raise `ArchiveError` unless the elements of a tensor of this archive are there, in row-major order."""
-        if prod(tensor.shape) and not is_row_major(tensor):
-            raise ArchiveError(f"its elements are not in row-major order (strides {list(tensor.strides)})")
-        nbytes = self.storage_nbytes(tensor.storage.key)
-        if (tensor.first + prod(tensor.shape)) * DTYPES[tensor.dtype].itemsize > nbytes:
-            raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
-
     def elements_offset(self, tensor: PickledTensor) -> int:
         """The place of the first byte of a tensor of this archive, counted from the file's beginning.
 
-        Raises as `check_elements` does.
+        Raises `ArchiveError` unless the elements are there, and `UnreadTensorError` unless they are in row-major order.
         """
-        self.check_elements(tensor)
+        if prod(tensor.shape) and not is_row_major(tensor):
+            raise UnreadTensorError(f"its elements are not in row-major order (strides {list(tensor.strides)})")
+        nbytes = self.storage_nbytes(tensor.storage.key)
+        if (tensor.first + prod(tensor.shape)) * DTYPES[tensor.dtype].itemsize > nbytes:
+            raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
         return self.storage_offset(tensor.storage.key) + tensor.first * DTYPES[tensor.dtype].itemsize
 
     def _unpickled(self, limit: int, known: Globals = ARCHIVE_GLOBALS, *, keep_unknown: bool = False) -> object:
@@ -217,8 +224,8 @@ class TorchArchive:
         """The place of an entry's first byte in the archive."""
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1 or entry.file_size != entry.compress_size:
             raise ArchiveError(f"its entry {entry.filename:.100} is compressed or encrypted")
-        if entry.header_offset < 0:
-            raise ArchiveError(f"its entry {entry.filename:.100} begins before it")
+        if not 0 <= entry.header_offset < self._place.nbytes:
+            raise ArchiveError(f"its entry {entry.filename:.100} begins before it, or behind it")
         self._file.seek(entry.header_offset)
         header = self._file.read(_LOCAL_HEADER_NBYTES)
         if len(header) != _LOCAL_HEADER_NBYTES or header[:4] != b"PK\x03\x04":

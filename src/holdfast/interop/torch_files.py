@@ -133,7 +133,7 @@ def _state(folder: ForeignFolder, saved: Sequence[_SavedFile]) -> ForeignState:
     nodes: dict[str, Node | HoldfastError] = {}
     digest = xxhash.xxh3_128()
     for number, each in enumerate(saved):
-        digest.update(f"{each.file}\0{each.nbytes}\0{each.archive.digest()}\0".encode())
+        digest.update(f"{each.file}\0{each.nbytes}\0{each.archive.digest()}\0".encode(errors="surrogateescape"))
         for name, node in each.tree.nodes.items():
             if name and name in nodes:
                 raise damaged(folder.path(each.file), f"holds {shown(name):.200} a second time", tensor=name)

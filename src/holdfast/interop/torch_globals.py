@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -9,9 +10,19 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from holdfast.format.dtypes import DTYPES
+from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.values import TorchValue
 from holdfast.geometry import Shape
-from holdfast.interop.pickle_machine import Callee, Globals, PickledObject, PickleError, pickled_objects
+from holdfast.interop.pickle_machine import (
+    Callee,
+    Globals,
+    PickledObject,
+    PickleError,
+    UnreadTensorError,
+    is_large_key,
+    pickled_objects,
+)
+from holdfast.wording import count
 
 #: The dtypes of torch's typed storages; other dtypes are in untyped ones.
 _STORAGES: Final[Mapping[str, str]] = {
@@ -32,6 +43,14 @@ _STORAGES: Final[Mapping[str, str]] = {
 
 #: What ``torch.Tensor`` stands for where a pickle names it as the class of a tensor.
 _TENSOR_TYPE: Final = "torch.Tensor"
+#: The names that ``torch.device`` takes.
+_DEVICE: Final = re.compile(
+    r"(?:cpu|cuda|hip|xpu|mps|hpu|xla|meta|privateuseone|mtia|ipu|ve|vulkan|npu|maia|fpga|lazy|ort|mkldnn|opengl|opencl"
+    r"|ideep)(?::[0-9]{1,3})?"
+)
+_MAX_DEVICES: Final = 128
+#: The dtypes of numpy's numbers.
+_NUMBER: Final = re.compile(r"[biufc][0-9]{1,2}")
 
 
 class StorageType(NamedTuple):
@@ -75,9 +94,14 @@ def persistent(identity: object) -> StorageRef:
 
 def shape_of(numbers: object) -> Shape:
     """A shape or the like from a pickle. Raises `PickleError` for anything but a tuple of counts."""
-    if isinstance(numbers, tuple) and all(type(number) is int and number >= 0 for number in numbers):
-        return tuple(numbers)
-    raise PickleError(f"{numbers!r:.100} is no shape")
+    # The message does not show them: tuples that share their parts have a text without an end.
+    if not isinstance(numbers, tuple):
+        raise PickleError(f"a shape is of type {type(numbers).__name__}")
+    if len(numbers) > MAX_AXES:
+        raise PickleError(f"a shape has {count(len(numbers), 'item')}")
+    if not all(type(number) is int and 0 <= number <= MAX_NUMEL for number in numbers):
+        raise PickleError("a tuple of other items than counts is no shape")
+    return tuple(numbers)
 
 
 def _size(args: tuple[Any, ...]) -> TorchSize:
@@ -117,7 +141,8 @@ def _tensor(storage: StorageRef, dtype: str, first: object, shape: object, strid
 def _check_plain(marks: tuple[object, ...]) -> None:
     """Refuse a view whose elements are other ones than those in its storage: conjugates or negatives."""
     if any(marks):
-        raise PickleError("a tensor is a conjugate or negative view, which holds other elements than its storage")
+        what = "a tensor is a conjugate or negative view, which holds other elements than its storage"
+        raise UnreadTensorError(what)
 
 
 def _parameter(args: tuple[Any, ...]) -> PickledTensor:
@@ -140,6 +165,8 @@ def _ordered(args: tuple[Any, ...]) -> OrderedDict[object, object]:
         raise PickleError("an OrderedDict is made of something else than pairs")
     if not all(isinstance(key, str | int | float | bytes | None) for key, _ in pairs):
         raise PickleError("an OrderedDict has a key that is no plain value")
+    if any(is_large_key(key) for key, _ in pairs):
+        raise PickleError("an OrderedDict has a large number as a key")
     return OrderedDict(pairs)
 
 
@@ -164,15 +191,19 @@ def _complex(args: tuple[Any, ...]) -> complex:
 
 
 def _device(args: tuple[Any, ...]) -> TorchValue:
-    if not (args and isinstance(args[0], str) and all(type(part) is int for part in args[1:2])):
+    kind, *index = args[:2]
+    if not (isinstance(kind, str) and all(type(part) is int and 0 <= part < _MAX_DEVICES for part in index)):
         raise PickleError("a device has no name")
-    return TorchValue("device", ":".join(map(str, args[:2])))
+    name = ":".join(map(str, (kind, *index)))
+    if not _DEVICE.fullmatch(name):
+        raise PickleError(f"{kind!r:.40} is no device")
+    return TorchValue("device", name)
 
 
 def _numpy_scalar(args: tuple[Any, ...]) -> np.generic:
     dtype, data = args
     text = dtype.args[0] if isinstance(dtype, PickledObject) and dtype.args else None
-    if not (isinstance(text, str) and text[:1] in "biufc" and text[1:].isdigit() and isinstance(data, bytes)):
+    if not (isinstance(text, str) and _NUMBER.fullmatch(text) and isinstance(data, bytes)):
         raise PickleError("a numpy scalar is no number")
     kind = np.dtype(text)
     if dtype.state is not None and isinstance(dtype.state, tuple) and dtype.state[1:2] == (">",):

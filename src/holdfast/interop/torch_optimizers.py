@@ -7,7 +7,6 @@ the component of its number here, ``%int=0``, and a load takes the live optimize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 from holdfast.errors import StateError
@@ -29,10 +28,10 @@ def optimizer_parts(item: object) -> OptimizerParts | None:
     if not isinstance(item, dict) or item.keys() != {"state", "param_groups"}:
         return None
     state, groups = item["state"], item["param_groups"]
-    if not (isinstance(state, dict) and isinstance(groups, list) and groups and all(map(_is_group, groups))):
+    if not (isinstance(state, dict) and isinstance(groups, list) and groups):
         return None
-    numbers = list(chain.from_iterable(group["params"] for group in groups))
-    if numbers != list(range(len(numbers))) or not all(_is_kept(*pair, len(numbers)) for pair in state.items()):
+    num_parameters = _num_parameters(groups)
+    if num_parameters is None or not all(_is_kept(*pair, num_parameters) for pair in state.items()):
         return None
     try:
         return _parts(state, groups)
@@ -40,11 +39,19 @@ def optimizer_parts(item: object) -> OptimizerParts | None:
         return None
 
 
-def _is_group(group: object) -> bool:
-    if not isinstance(group, dict):
-        return False
-    numbers = group.get("params")
-    return isinstance(numbers, list) and all(type(number) is int for number in numbers)
+def _num_parameters(groups: Sequence[object]) -> int | None:
+    """The number of parameters in all groups; None unless they count from 0 on."""
+    expected = 0
+    for group in groups:
+        numbers = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(numbers, list):
+            return None
+        for number in numbers:
+            # Ends at the first wrong one, since a pickle can have one long list in many groups.
+            if type(number) is not int or number != expected:
+                return None
+            expected += 1
+    return expected
 
 
 def _is_kept(key: object, slots: object, num_parameters: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Final, NamedTuple
 
 import msgspec
@@ -41,8 +42,10 @@ def find_weight_files(folder: ForeignFolder, names: Sequence[str], *, first: str
     Raises `CorruptError`, code ``corrupt.foreign``, for an index that is malformed, for missing files, and for several
     models.
     """
+    if first in folder.names:  # as transformers decides; the index of an earlier save into the folder may be left over
+        return WeightFiles([first], None)
     index = _index_of(folder, first=first)
-    files = sorted(set(index.values())) if index is not None else _unindexed(folder, names, first=first)
+    files = sorted(set(index.values())) if index is not None else _unindexed(folder, names)
     _check_present(folder, files, index)
     return WeightFiles(files, index)
 
@@ -74,6 +77,8 @@ def _index_of(folder: ForeignFolder, *, first: str) -> Mapping[str, str] | None:
         index = decode_json(folder.storage.read(name, limit=_MAX_INDEX_NBYTES), _IndexFile).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise damaged(folder.path(name), f"is a malformed index ({error!s:.200})") from error
+    if not index:
+        raise damaged(folder.path(name), "is a malformed index: it has no tensors")
     for tensor, file in index.items():
         if not file.endswith(suffix) or "/" in file:
             what = f"is a malformed index: it places {shown(tensor):.200} in {file!r:.200}"
@@ -81,16 +86,17 @@ def _index_of(folder: ForeignFolder, *, first: str) -> Mapping[str, str] | None:
     return index
 
 
-def _unindexed(folder: ForeignFolder, names: Sequence[str], *, first: str) -> Sequence[str]:
+def _unindexed(folder: ForeignFolder, names: Sequence[str]) -> Sequence[str]:
     """The files of a folder without an index: its only one, or those that count as shards of one model."""
-    if len(names) < 2:
+    is_named = PurePosixPath(folder.location.url).name in names
+    if len(names) < 2 and (is_named or not names or _SHARD.fullmatch(names[0]) is None):
         return names
-    if first in names:
-        return [first]
     shards = [found for found in map(_SHARD.fullmatch, names) if found is not None]
     if len(shards) != len(names) or len({(found["stem"], found["total"]) for found in shards}) > 1:
         raise _ambiguous(folder, names)
     stem, total, suffix = shards[0]["stem"], shards[0]["total"], shards[0]["suffix"]
+    if not all(0 < int(found["number"]) <= int(total) for found in shards):
+        raise _ambiguous(folder, names)
     return [f"{stem}-{number:05d}-of-{total}{suffix}" for number in range(1, int(total) + 1)]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from holdfast.errors import IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
@@ -185,8 +186,19 @@ class _Binder:
                 continue
             if self._select is not None and not self._covers(self._select, name):
                 continue
-            if name in self._stored or isinstance(values.bare(self.nodes[name]), values.Leaf | values.PerRankNode):
+            if name in self._stored or self._is_value(name):
                 yield name
+
+    def _is_value(self, name: str) -> bool:
+        """Whether a stored name, which the live state does not use, is that of a value. One that cannot be read counts
+        as a value where the load leaves out what the live state lacks."""
+        try:
+            node = self.nodes[name]
+        except IncompatibleError:
+            if self.is_strict:
+                raise
+            return True
+        return isinstance(values.bare(node), values.Leaf | values.PerRankNode)
 
     def _covers(self, select: Globs, name: str) -> bool:
         """Whether a stored name is selected; if it belongs to an object that is loaded as a whole, whether that object

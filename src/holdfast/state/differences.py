@@ -290,9 +290,24 @@ class Mismatches:
         return IncompatibleError(
             f"{message}: {lines[0]}." if len(lines) == 1 else f"{message}.",
             code=first.code,
-            action=_action(dict.fromkeys(code for code, _, _ in self._found)),
+            action=self._optimizer_action() or _action(dict.fromkeys(code for code, _, _ in self._found)),
             tensor=first.name,
             details=tuple(_first(lines)) if len(lines) > 1 else (),
+        )
+
+    def _optimizer_action(self) -> str:
+        """The advice where an optimizer was stored as a dict by its ``state_dict()``. Other systems store the numbers
+        in it as texts, and an optimizer that takes such a dict has no state, without an error."""
+        name = next(
+            (name for _, name, text in self._found if text.startswith("an optimizer here, a stored dict")), None
+        )
+        if name is None:
+            return ""
+        return (
+            f"Load into a live dict in the form of the optimizer's state_dict() instead, and give that to "
+            f"load_state_dict(). Where another system stored it, add "
+            f"mapping=[Rename({name + '/state/{i}/{x}'!r}, {name + '/state/%int={i}/{x}'!r})] of holdfast.mapping: "
+            f"it wrote the numbers of parameters as texts, and this makes them numbers again."
         )
 
 
