@@ -80,7 +80,7 @@ class Checkpoint(StoredState):
 
     @cached_property
     def record(self) -> StateRecord:
-        """What seal and manifest record about it."""
+        """The facts that seal and manifest record about it."""
         body = self.manifest.body
         return StateRecord(
             location=self.storage.location,

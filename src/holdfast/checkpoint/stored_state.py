@@ -1,4 +1,4 @@
-"""What `load` and `open` read: data files with values, and what is recorded about them."""
+"""The states that `load` and `open` read: data files with values, and the facts recorded about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_STEP: Final = -1
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """What is recorded about a stored state besides its content.
+    """The facts that are recorded about a stored state besides its content.
 
     Processes that open one `location` and find one `identity` see the same state. Where another system
     wrote it, `step` is `NO_STEP` and `place` is None. `kind` says in which format it is, for messages.
@@ -40,7 +40,7 @@ class StoredState(DataFiles, ABC):
     @property
     @abstractmethod
     def record(self) -> StateRecord:
-        """What is recorded about it."""
+        """The facts that are recorded about it."""
 
     @property
     @abstractmethod

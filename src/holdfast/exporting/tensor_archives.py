@@ -124,7 +124,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 def _pickled(dtype: str, shape: Shape, nbytes: int) -> bytes:
-    """What ``torch.save`` pickles for a contiguous tensor."""
+    """The pickle that ``torch.save`` writes for a contiguous tensor."""
     strides = tuple(accumulate(reversed(shape[1:]), lambda one, other: one * max(other, 1), initial=1))[::-1]
     hooks: OrderedDict[str, object] = OrderedDict()
     layout = (0, shape, strides if shape else (), False, hooks)

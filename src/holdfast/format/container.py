@@ -116,7 +116,7 @@ class CellOffsets(NamedTuple):
 
 
 class FilePlaces(Protocol):
-    """Where the parts of a state's tensors lie in its data files. Safe for several threads."""
+    """The places of the parts of a state's tensors in its data files. Safe for several threads."""
 
     @property
     def manifest(self) -> DecodedTable:

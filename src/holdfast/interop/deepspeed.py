@@ -278,7 +278,7 @@ class _Opening:
 
 
 def _training(model: ModelStates) -> tuple[object, ...]:
-    """What the model files of all ranks have alike: the parameters in their order, and the step."""
+    """The content that the model files of all ranks share: the parameters in their order, and the step."""
     return [list(group.items()) for group in model.groups], model.engine.get("global_steps")
 
 

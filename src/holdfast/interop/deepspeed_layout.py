@@ -1,4 +1,4 @@
-"""Where the elements of parameters lie in the flat tensors of DeepSpeed's ranks. Pure arithmetic.
+"""The places of parameters' elements in the flat tensors of DeepSpeed's ranks. Pure arithmetic.
 
 ZeRO-1 and ZeRO-2 (and `BF16_Optimizer`) put the parameters of a group one behind the other, pad the end, and cut the
 whole into equal parts, one for each rank. ZeRO-3 cuts each parameter into equal parts, pads the last of them, and puts

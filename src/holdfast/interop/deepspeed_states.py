@@ -235,7 +235,7 @@ def _text(found: object) -> str:
 
 
 def _said(found: object) -> str:
-    """What an object is, for messages; unknown globals by their names."""
+    """Describe an object for a message; an unknown global by its name."""
     if isinstance(found, PickledObject | UnknownGlobal):
         return f"{found.name!r:.200}, which is not data,"
     return "nothing" if found is None else with_article(type(found).__name__)

@@ -41,7 +41,7 @@ class ForeignFormat(Protocol):
 
     @property
     def kind(self) -> str:
-        """What a folder in this format is, as text that follows "it is"."""
+        """The kind of a folder in this format, as text that follows "it is"."""
 
     def recognises(self, names: Collection[str]) -> bool:
         """Whether a folder that holds `names` is in this format."""

@@ -99,7 +99,7 @@ class GivenPlaces:
 
 
 def uncovered(tensor: ForeignTensor) -> str | None:
-    """What is wrong with the parts of a tensor, to follow its name; None where they cover it exactly once."""
+    """The fault in the parts of a tensor, as text that follows its name; None where they cover it exactly once."""
     room = np.asarray(tensor.shape, np.int64) - tensor.starts
     if ((tensor.starts < 0) | (tensor.sizes < 0) | (tensor.sizes > room)).any():
         return f"has a part outside its shape {list(tensor.shape)}"

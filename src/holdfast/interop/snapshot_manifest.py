@@ -213,7 +213,7 @@ class _State:
 
 
 def _guarded(build: Callable[[], object]) -> object:
-    """What `build` returns, or the reason why it cannot be read."""
+    """The result of `build`, or the reason why it cannot be read."""
     try:
         return build()
     except PickleError as error:

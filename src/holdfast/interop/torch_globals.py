@@ -1,4 +1,4 @@
-"""What the globals in torch's pickles stand for here: plain values, and descriptions of tensors without their bytes."""
+"""The meanings here of the globals in torch's pickles: plain values, and descriptions of tensors without their bytes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _UNEVEN: Final = -1
 
 
 class LoaderShape(NamedTuple):
-    """What decides which samples a batch has: the number of samples (-1 if nobody knows), of the samples of a batch of
+    """The facts that decide which samples a batch has: the number of samples (-1 if nobody knows), of the samples of a batch of
     all ranks, and of ranks."""
 
     num_samples: int

@@ -1,4 +1,4 @@
-"""What a `TrainerState` and the callbacks of transformers hold, as entries of a state."""
+"""The content of a `TrainerState` and of the callbacks of transformers, as entries of a state."""
 
 from __future__ import annotations
 
