@@ -81,7 +81,7 @@ def test_a_process_that_only_looks_at_memory_does_not_put_it_off(
     held: Saved, folder: NodeFolder, keeper: Keeper
 ) -> None:
     with Claim(folder):
-        until(lambda: looked(keeper) and not states(held) & {SlotState.HELD, SlotState.SEALED})
+        until(lambda: looked(keeper) and states(held) == {SlotState.COMMITTED})
         assert states(held) == {SlotState.COMMITTED}
 
 

@@ -1,4 +1,4 @@
-"""The meanings here of the globals in torch's pickles: plain values, and descriptions of tensors without their bytes."""
+"""The meanings of the globals in torch's pickles: plain values, and descriptions of tensors without their bytes."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ _UNEVEN: Final = -1
 
 
 class LoaderShape(NamedTuple):
-    """The facts that decide which samples a batch has: the number of samples (-1 if nobody knows), of the samples of a batch of
-    all ranks, and of ranks."""
+    """The facts that decide which samples a batch has: the number of samples (-1 if nobody knows), of the samples of a
+    batch of all ranks, and of ranks."""
 
     num_samples: int
     batch_size: int
