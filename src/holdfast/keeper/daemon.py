@@ -133,12 +133,12 @@ class Keeper:
             self._rest()
 
     def finish(self, *, grace_s: float) -> bool:
-        """Make STAGED and SEALED slots durable, within `grace_s`. Returns whether all of them are durable."""
+        """Make STAGED and SEALED slots durable, and HELD ones that no trainer tends, within `grace_s`. Returns whether
+        all of them are durable."""
         end = time.monotonic() + grace_s
-        self.look()
-        while self.owes and time.monotonic() < end:
+        # A HELD slot owes nothing, but one that is being promoted will. So work counts as well.
+        while (self.look() or self.owes) and time.monotonic() < end:
             self._rest()
-            self.look()
         return not self.owes
 
     def look(self) -> bool:
