@@ -16,11 +16,12 @@ import pytest
 
 import holdfast
 from holdfast import Checkpointer, Memory
+from holdfast.keeper import client
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory import keeper_starts
 from holdfast.node_memory.inventory import LOG_NAME
-from holdfast.node_memory.keeper_lock import is_kept
-from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
+from holdfast.node_memory.keeper_lock import is_kept, try_lock
+from holdfast.node_memory.keeper_starts import MAX_STARTS, Starts, starts
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
@@ -218,6 +219,22 @@ def test_a_keeper_that_works_again_is_started_and_until_then_the_error_says_why_
         monkeypatch.setattr(keeper_starts, "FORGOTTEN_S", 0.0)
         ensure_keeper(folder, run)
         assert is_kept(folder)
+
+
+def test_the_last_start_is_not_called_dead_while_the_keeper_that_another_process_started_lives(
+    run: str, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(run).mkdir()
+    with folder_of(run, node_dir) as folder:
+        locks: list[int | None] = []
+
+        def started_meanwhile(_: NodeFolder) -> Starts:
+            locks.append(try_lock(folder))
+            return Starts(MAX_STARTS, 0.0)
+
+        monkeypatch.setattr(client, "starts", started_meanwhile)
+        ensure_keeper(folder, run)
+        os.close(locks[0] or -1)
 
 
 def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: str, node_dir: Path) -> None:

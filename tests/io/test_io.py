@@ -413,7 +413,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def helpers() -> int:
-    return sum(thread.name.startswith("holdfast-") for thread in threading.enumerate())
+    return sum(thread.name in ("holdfast-helper", "holdfast-transfer") for thread in threading.enumerate())
 
 
 def test_a_timed_store_answers_as_the_store_does(

@@ -45,6 +45,8 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     time.sleep(starts(folder).pause_s)
     num_starts = starts(folder).number  # others may have started one meanwhile
     if num_starts >= MAX_STARTS:
+        if is_kept(folder):  # another process or thread started the last one, and it has not died
+            return
         raise _no_keeper(folder, run, f"{num_starts} of them died before they had made anything durable")
     log = _open_log(folder)
     try:
