@@ -132,6 +132,7 @@ def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(le
 @pytest.mark.parametrize(
     "name", ["keeper.lock", "keeper.log", "keeper.protocol", "keeper.run", "trainers.lock", "slot"]
 )
+@pytest.mark.few(10)
 def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_saving(
     left: Left, name: str, kind: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_sav
 
 @pytest.mark.parametrize("name", ["slot-7-0123456789abcdef", "generation-00", "given-up-00", "new-0123456789abcdef"])
 @pytest.mark.parametrize("kind", ["folder", "full folder", "queue"])
+@pytest.mark.few(5)
 def test_a_name_in_the_folder_that_cannot_be_used_does_not_end_the_keeper(
     run: str, node_dir: Path, name: str, kind: str
 ) -> None:
