@@ -22,6 +22,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import Adapter, Deferred, NamedTensor
 from holdfast.frameworks.known_types import refusal_of, unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of, describing
 from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
@@ -31,7 +32,7 @@ from holdfast.state.differences import listing
 from holdfast.state.local_placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise_layouts import describe
 from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import count, kind_of, with_article
