@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import holdfast
+from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 
@@ -77,3 +82,55 @@ def test_an_engine_loads_at_another_stage_on_other_ranks(saved: tuple[Path, dict
     folder, _ = saved
     results = job(ranks, "load", folder, *CROSSED)
     check(results)
+
+
+def plain() -> dict[str, Any]:
+    """The same model without DeepSpeed, in fp32."""
+    model = TiedNet()
+    optimizer = torch.optim.AdamW(grouped(model), lr=1e-2)
+    scheduler = LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(GROUPS))
+    return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero3", "bf16-optimizer"])
+def test_a_plain_model_takes_the_state_of_an_engine_and_gives_it_back(
+    saved: tuple[Path, dict[str, Any]], case: str
+) -> None:
+    folder, _ = saved
+    parts = plain()
+    chosen = [f"engine/{part}" for part in parts]
+    holdfast.load(folder / case / "run", {"engine": parts}, select=chosen, cast="engine/model/frozen.weight")
+    expected = torch.load(folder / case / "expected.pt", weights_only=False)
+    model, optimizer = parts["model"], parts["optimizer"]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            slots = optimizer.state[parameter]
+            assert torch.equal(parameter, expected["held"][f"{name}/master"])
+            assert torch.equal(slots["exp_avg"], expected["held"][f"{name}/exp_avg"])
+            assert torch.equal(slots["exp_avg_sq"], expected["held"][f"{name}/exp_avg_sq"])
+            assert slots["step"] == 4
+    model.frozen.to(torch.bfloat16)
+    back = f"plain-{case}"
+    holdfast.save(folder / back / "run", {"engine": parts, "epoch": 3}, 4)
+    torch.save(expected, folder / back / "expected.pt")
+    for target, found in job(3, "load", folder, *(f"{back}:{target}" for target in ("zero2", "zero3"))).items():
+        assert (found["differing"], found["casts"]) == ([], []), target
+        assert found["missing"] == [f"engine/engine/{name}" for name in COUNTERS], target
+
+
+COUNTERS = ("global_samples", "global_steps", "micro_steps", "skipped_steps")
+
+
+def test_the_example_of_the_guide_resumes_at_another_stage_on_other_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs/guides/deepspeed.md").read_text()
+    (tmp_path / "train.py").write_text(page.split("```python\n")[1].split("```")[0])
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    printed = [line for line in page.splitlines() if line.startswith("ZeRO-")]
+    assert len(printed) == 2
+    for ranks, line in zip((2, 3), printed, strict=True):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+        done = subprocess.run(
+            [*command, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-6000:]
+        assert line in done.stdout
