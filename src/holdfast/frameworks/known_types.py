@@ -183,9 +183,9 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
         "holds the state of different parameters on each rank",
         "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",
     ),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"): Refused(
-        "keeps parameters and optimizer state in its own partitions",
-        "Save with engine.save_checkpoint; holdfast has no adapter for DeepSpeed yet.",
+    ("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer"): Refused(
+        "trains flat tensors of its own, and does not know the names of the parameters in them",
+        'Put the engine itself into the state, as {"engine": engine}.',
     ),
     ("accelerate.data_loader", "DataLoaderAdapter"): replace(
         _SILENT_LOADER, applies=lambda loader: not hasattr(loader.base_dataloader, "state_dict")

@@ -8,10 +8,10 @@ attribute that happens to be called ``module`` keeps its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from holdfast.frameworks.known_types import (
     type_of,
     unwrapped,
 )
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.stateful import Description, describe, is_described, reading, writing
 from holdfast.plan.layout import Replicas
 
@@ -55,6 +56,11 @@ _HARMLESS_HOOKS = frozenset(
     }
 )
 
+#: The type of the parameters of a module whose elements DeepSpeed's ZeRO-3 took out of it.
+_ZERO_3: Final = "ZeROOrderedDict"
+#: No parameters whose elements are outside of their module.
+_NONE: Final[Mapping[int, Piecewise]] = {}
+
 
 class ModuleAdapter:
     """The adapter for modules. A selection may take a part of a module."""
@@ -76,7 +82,7 @@ class ModuleAdapter:
         return bind_module(path, item, source)
 
 
-class _ModuleState(NamedTuple):
+class ModuleState(NamedTuple):
     """The state of one module tree under full names. `wants` says which names are saved or loaded."""
 
     wants: Callable[[str], bool]
@@ -104,18 +110,28 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
     FSDP2 modules are resharded first, as their ``state_dict()`` does. Raises `StateError`, code
     ``state.module_hooks``, for modules whose state a walk of parameters and buffers would miss.
     """
-    state = _read(path, module, sink.wants)
+    return describe_module(path, read_module(path, module, sink.wants), sink)
+
+
+def describe_module(path: str, state: ModuleState, sink: Sink, *, apart: Mapping[int, Piecewise] = _NONE) -> bool:
+    """Add the `state` of a module to `sink`, as `flatten_module` does. The elements of the parameters in `apart`, by
+    id, are outside of the module, in pieces."""
     tensors = sink.chosen(state.tensors)
     extras = [(name, extra) for name, extra in state.extras if sink.wants(name)]
     if not (tensors or extras or sink.wants(path)):
         return False
     sink.node(path, Open("module"))
-    sink.tensors(tensors)
+    sink.tensors([entry for entry in tensors if id(entry.tensor) not in apart] if apart else tensors)
+    for entry in tensors if apart else ():
+        if id(entry.tensor) in apart:
+            sink.pieces(entry.name, apart[id(entry.tensor)])
     for name, extra in extras:
         sink.tree(name, extra.read())
     embeddings = (owner for _, owner in state.modules if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)))
     weights = (owner._parameters.get("weight") for owner in embeddings if owner.max_norm is not None)  # noqa: SLF001
-    sink.unsteady([weight for weight in weights if weight is not None])  # with weight_norm and the like it is None
+    sink.unsteady(
+        [weight for weight in weights if weight is not None and id(weight) not in apart]
+    )  # with weight_norm and the like it is None
     return True
 
 
@@ -124,8 +140,18 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
 
     Where FSDP2 keeps shards padded, its own post-load hook takes over the shards that got memory.
     """
-    state = _read(path, module, source.wants)
-    source.fill_all(state.tensors)
+    return bind_module_state(path, read_module(path, module, source.wants), source)
+
+
+def bind_module_state(
+    path: str, state: ModuleState, source: BindingSource, *, apart: Mapping[int, Piecewise] = _NONE
+) -> Finish:
+    """Bind the `state` of a module, as `bind_module` does; `apart` as for `describe_module`."""
+    _, module = state.modules[0]
+    source.fill_all([entry for entry in state.tensors if id(entry.tensor) not in apart] if apart else state.tensors)
+    for entry in state.tensors if apart else ():
+        if id(entry.tensor) in apart:
+            source.live(entry.name, apart[id(entry.tensor)])
     stored = {id(entry.tensor) for entry in state.tensors}
     for base, owner in state.modules:
         for name in _unstored_on_meta(owner, stored):
@@ -156,13 +182,18 @@ def innermost(module: nn.Module) -> nn.Module:
     return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
 
 
-def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _ModuleState:
-    state = _ModuleState(wants, [], [], [])
-    _walk(module, "", path, None, state)
+def read_module(path: str, module: nn.Module, wants: Callable[[str], bool], *, in_engine: bool = False) -> ModuleState:
+    """Walk a module. With `in_engine`, a DeepSpeed engine keeps its copies on the ranks equal, as DDP does: parameters
+    are not compared, and buffers are those of the first rank; and ZeRO-3 may hold the elements of parameters
+    elsewhere, where the caller finds them. Without an engine that is refused, code ``state.engine``."""
+    state = ModuleState(wants, [], [], [])
+    _walk(module, "", path, frozenset() if in_engine else None, state)
+    if not in_engine and any(type(owner._parameters).__name__ == _ZERO_3 for _, owner in state.modules):  # noqa: SLF001
+        raise _partitioned(path)
     return state
 
 
-def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _ModuleState) -> None:
+def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: ModuleState) -> None:
     """Add `module` and the modules below it. `unsynced` are the tensors that DDP ignores; None outside of DDP.
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
@@ -300,4 +331,13 @@ def _traits(kind: type) -> _Traits:
         has_extra_state=getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state,
         synchronizes=issubclass(kind, nn.parallel.DistributedDataParallel),
         shards=fsdp is not None and issubclass(kind, fsdp.FSDPModule),
+    )
+
+
+def _partitioned(path: str) -> StateError:
+    return StateError(
+        f"DeepSpeed's ZeRO-3 holds the elements of the parameters of module {path!r} in partitions outside of it.",
+        code="state.engine",
+        action='Put the engine itself into the state, as {"engine": engine}.',
+        path=path,
     )

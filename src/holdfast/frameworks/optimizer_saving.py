@@ -140,7 +140,9 @@ def named_parameters(
 
 def hyper_parameters(group: Mapping[str, object]) -> list[tuple[str, object]]:
     """The hyper-parameters of a group, each with its key."""
-    return [(key, value) for key, value in group.items() if key not in _IDENTITY]
+    # DeepSpeed names the process group of a group of experts in it, which another job has otherwise.
+    identity = (*_IDENTITY, "name", "moe") if group.get("moe") is True else _IDENTITY
+    return [(key, value) for key, value in group.items() if key not in identity]
 
 
 def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:

@@ -25,6 +25,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Encoded, Node, Open, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Adapter, Finish, NamedTensor
 from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.registry import bound as adapted
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
@@ -51,7 +52,6 @@ from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import check_fillable
 from holdfast.state.overlap import TargetMemory, check_disjoint
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise
 from holdfast.state.random_state import RandomState
 from holdfast.state.registered_types import ARRAY, check_registered, decode, registered
 from holdfast.state.resized import INSIDE, objects_in, put

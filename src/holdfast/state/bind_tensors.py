@@ -12,15 +12,17 @@ import torch
 from holdfast.errors import NotFoundError
 from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
+from holdfast.frameworks.piecewise import Piecewise
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.state.collect import TensorCollector, Tied, is_describable
 from holdfast.state.differences import Mismatches
 from holdfast.state.flatten import name_of_planes, planes_as_tensors
-from holdfast.state.local_placements import DTYPE_NAMES, empty, same_placement, same_placements
+from holdfast.state.local_placements import empty, same_placement, same_placements
 from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise_layouts import describe
 from holdfast.state.registered_types import Registration, any_registered, registered
 from holdfast.wording import with_article
 

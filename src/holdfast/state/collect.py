@@ -16,9 +16,10 @@ from holdfast.errors import StateError
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
-from holdfast.state.local_placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
+from holdfast.state.local_placements import PlacementReader, is_dtensor, local_part, local_parts, specs_of
 from holdfast.wording import count
 
 if TYPE_CHECKING:

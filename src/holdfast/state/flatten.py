@@ -22,6 +22,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import Adapter, Deferred, NamedTensor
 from holdfast.frameworks.known_types import refusal_of, unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of, describing
 from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
@@ -31,7 +32,7 @@ from holdfast.state.differences import listing
 from holdfast.state.local_placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise_layouts import describe
 from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import count, kind_of, with_article
@@ -306,6 +307,12 @@ class Walk:
         self._left_out += [entry for entry, is_wanted in zip(entries, wanted, strict=True) if not is_wanted]
         return [entry for entry, is_wanted in zip(entries, wanted, strict=True) if is_wanted]
 
+    def pieces(self, name: str, item: Piecewise) -> None:
+        """As `Sink.pieces`."""
+        if any(name in keys for keys in (self._tensors, self._nodes, self._piecewise)):
+            raise _collision(name)
+        self._piecewise[name] = item
+
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """As `Sink.unsteady`."""
         self._changed_elsewhere += tensors
@@ -324,7 +331,7 @@ class Walk:
         # With almost no Python code per tensor: every save runs this.
         listed = list(entries)
         added = {entry.name: entry for entry in listed}
-        known = (self._tensors.keys(), self._nodes.keys())
+        known = (self._tensors.keys(), self._nodes.keys(), self._piecewise.keys())
         if len(added) < len(listed) or not all(map(added.keys().isdisjoint, known)):
             names = [entry.name for entry in listed]
             raise _collision(
@@ -347,6 +354,11 @@ class Walk:
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """As `Sink.tree`."""
         self._visit(path, value, replicas, live=False)
+
+    def live(self, path: str, item: object) -> None:
+        """As `Sink.live`."""
+        if not self._visit(path, item, "compare", live=True) and self.wants(path):
+            raise _unsupported_leaf(path, item)
 
     def whole(self, path: str, value: object) -> None:
         """As `Sink.whole`."""
