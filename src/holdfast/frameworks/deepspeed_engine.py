@@ -13,14 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import msgspec
-import torch.distributed as dist
-from torch import nn
-
 from holdfast.errors import StateError
 from holdfast.format.names import join
 from holdfast.format.values import TableNode
-from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
+from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.deepspeed_flats import EngineFlats, engine_flats, is_known
 from holdfast.frameworks.deepspeed_slots import bind_slots, describe_slots
 from holdfast.frameworks.module import ModuleState, bind_module_state, describe_module, read_module
@@ -29,7 +25,6 @@ from holdfast.frameworks.piecewise import Piecewise
 _ENGINE: Final = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 #: Engines that are derived from it and hold their model in other ways.
 _OTHERS: Final = frozenset(("PipelineEngine", "DeepSpeedHybridEngine"))
-_EXPERTS: Final = "deepspeed.moe.sharded_moe", "MOELayer"
 _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 #: The attributes of loss scalers that change while a job trains; all others are options of the job.
 _SCALER: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -71,7 +66,7 @@ def _describe(path: str, engine: Any, sink: Sink) -> Iterator[str]:
         yield from _describe_live(module, engine.module, sink)
         yield from _describe_live(optimizer, engine.optimizer, sink)
     else:
-        state = _module_state(module, engine.module, sink)
+        state = read_module(module, engine.module, sink.wants, in_engine=True)
         if describe_module(module, state, sink, apart=_apart(flats)):
             yield "model"
         if sink.wants(optimizer):
@@ -105,7 +100,7 @@ def _bind(path: str, engine: Any, source: BindingSource) -> Finish:
         if engine.optimizer is not None:
             source.live(optimizer, engine.optimizer)
     else:
-        state = _module_state(module, engine.module, source)
+        state = read_module(module, engine.module, source.wants, in_engine=True)
         steps.append(bind_module_state(module, state, source, apart=_apart(flats)))
         if source.wants(optimizer):
             steps.append(bind_slots(optimizer, flats, _canonical(state), source))
@@ -122,28 +117,6 @@ def _bind(path: str, engine: Any, source: BindingSource) -> Finish:
         return engine
 
     return finish
-
-
-def _module_state(path: str, module: nn.Module, owner: Sink | BindingSource) -> ModuleState:
-    """The tensors of the module, with the global number of each expert in its name."""
-    state = read_module(path, module, owner.wants, in_engine=True)
-    moved = {}
-    for prefix, layer in state.modules:
-        if _EXPERTS in _names_of(type(layer)):
-            held = f"{prefix}experts.deepspeed_experts."
-            first = dist.get_rank(layer.ep_group) * int(layer.num_local_experts)  # type: ignore[arg-type] # not a module
-            moved[held] = first
-    if not moved:
-        return state
-    return state._replace(tensors=[_renumbered(entry, moved) for entry in state.tensors])
-
-
-def _renumbered(entry: NamedTensor, moved: Mapping[str, int]) -> NamedTensor:
-    for held, first in moved.items():
-        if entry.name.startswith(held):
-            number, _, rest = entry.name[len(held) :].partition(".")
-            return msgspec.structs.replace(entry, name=f"{held}{first + int(number)}.{rest}")
-    return entry
 
 
 def _apart(flats: EngineFlats) -> dict[int, Piecewise]:
@@ -211,6 +184,8 @@ def _refuse(path: str, engine: Any) -> None:
         problem = f"is a {min(others)}, which holds the model in parts of its own"
     elif engine.mp_world_size > 1:
         problem = f"divides the model itself among {engine.mp_world_size} ranks (tensor or pipeline parallelism)"
+    elif engine.has_moe_layers:
+        problem = "has layers of experts, which each rank holds for itself under names of its own"
     elif not is_known(optimizer):
         problem = f"has an optimizer of type {type(optimizer).__qualname__}, which holdfast does not know"
     elif offloaded:
