@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.format.values import Node
+from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 
@@ -97,6 +98,16 @@ class Sink(Protocol):
     def pieces(self, name: str, item: Piecewise) -> None:
         """Add a tensor in pieces that needs no node, because its owner finds it by name."""
 
+    def hold(self, held: FlatMemory) -> None:
+        """Add the portions in flat memory, under their names and without nodes. From then on `held` knows its owner."""
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """The flat memory of which this tensor object is the owner, each portion with its canonical name only; None for
+        most tensors."""
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """Add a tensor that lies in the 1-d `memory` as `portion` says, under another name and without a node."""
+
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that these tensors are changed not only by steps of an optimizer, but also, say, by a forward."""
 
@@ -169,6 +180,15 @@ class BindingSource(Protocol):
 
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `fill`, for many tensors at once."""
+
+    def hold(self, held: FlatMemory) -> None:
+        """Fill the portions in flat memory, as `fill` does. From then on `held` knows its owner."""
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """As `Sink.held`, with names of the checkpoint."""
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """Fill the 1-d `memory`, where `portion` says, from the stored tensor `name`."""
 
     def fitting(
         self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]

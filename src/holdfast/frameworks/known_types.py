@@ -174,11 +174,6 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): Refused(
-        "flattens its parameters (FSDP1)",
-        "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), whose parameters can be saved as they are; "
-        "accelerate: fsdp_version=2; Fabric and Lightning: ModelParallelStrategy.",
-    ),
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): Refused(
         "holds the state of different parameters on each rank",
         "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",

@@ -14,6 +14,7 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join, parse_component
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.factored_slots import factor_like
+from holdfast.frameworks.flat_slots import bind_flat_slots
 from holdfast.frameworks.optimizer_groups import (
     SavedOptimizer,
     bind_hyper,
@@ -77,8 +78,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         groups.append(bind_hyper(origin_path, group, own, source))
         on_device = any(flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         fitting = _fitting(path, optimizer, found, saved, source)
-        slots = _bind_slots(path, optimizer, fitting, saved, on_device, source)
-        states += zip((entry.tensor for entry in fitting), slots, repeat(on_device), strict=False)
+        states += _bind_states(path, optimizer, fitting, saved, on_device, source)
         for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
     check_rates(path, served, source)
@@ -150,7 +150,8 @@ def _fitting(
     """The parameters whose stored state fits the shape that they have here. Refuses the others, or reports their state
     as missing: torch would use state of another shape without a check, and fused steps would write beyond the end of a
     shorter slot."""
-    shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in found)
+    plain = [entry for entry in found if source.held(entry.tensor) is None]
+    shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in plain)
     others: dict[str, Shape | None] = {
         entry.name: shape for entry, shape in shapes if shape not in (None, entry.tensor.shape)
     }
@@ -193,6 +194,22 @@ class _SlotColumn(NamedTuple):
     names: list[str]
     live: list[Any]
     fits: Sequence[bool]
+
+
+def _bind_states(
+    path: str,
+    optimizer: Optimizer,
+    parameters: Sequence[NamedTensor],
+    saved: SavedOptimizer,
+    on_device: bool,
+    source: BindingSource,
+) -> Iterator[tuple[torch.Tensor, dict[object, _Slot], bool]]:
+    """Bind the stored state of the `parameters` of one group."""
+    plain = [entry for entry in parameters if source.held(entry.tensor) is None]
+    slots = _bind_slots(path, optimizer, plain, saved, on_device, source)
+    yield from zip((entry.tensor for entry in plain), slots, repeat(on_device), strict=False)
+    for owner, bound in bind_flat_slots(path, optimizer, parameters, saved.slots, on_device, source):
+        yield owner, bound, on_device
 
 
 def _bind_slots(

@@ -131,6 +131,7 @@ class _Binder:
         self.fill, self.fill_all = self._tensors.fill, self._tensors.fill_all
         self.memory, self.fitting = self._tensors.memory, self._tensors.fitting
         self.named, self.stored = self._tensors.named, self._tensors.stored
+        self.hold, self.held, self.portion = self._tensors.hold, self._tensors.held, self._tensors.portion
         self._unfillable: set[str] = set()
         self._reseeded: list[str] = []
         self._records = RecordTypes()
@@ -144,6 +145,7 @@ class _Binder:
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
         self._tensors.match(named=bool(self._last))
+        self._tensors.match_held()
         self.nodes = self._all_nodes
         finish_last = [adapted(path, adapter, item, self) for path, item, adapter in self._last]
         self._tensors.match(named=False)
