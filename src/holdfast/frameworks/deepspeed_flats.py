@@ -179,7 +179,7 @@ def _refresh_zero_3(optimizer: Any) -> None:
 
 
 def _running(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Where each of the parameters begins that lie one behind the other."""
+    """The start of each of some parameters that lie one behind the other."""
     return [*accumulate((parameter.numel() for parameter in parameters), initial=0)][:-1]
 
 
