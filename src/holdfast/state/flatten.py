@@ -213,6 +213,7 @@ class Walk:
         for part in self._deferred:
             part.describe(self)
         self._gather()
+        self._collector.remembered[-1] = self.remembered[-1]._replace(num_left=len(self.left.memory))
         found = self.found()
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
         return FlatState(
