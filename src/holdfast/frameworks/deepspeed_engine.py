@@ -21,6 +21,7 @@ from holdfast.frameworks.deepspeed_flats import EngineFlats, engine_flats, is_kn
 from holdfast.frameworks.deepspeed_slots import bind_slots, describe_slots
 from holdfast.frameworks.module import ModuleState, bind_module_state, describe_module, read_module
 from holdfast.frameworks.piecewise import Piecewise
+from holdfast.wording import with_article
 
 _ENGINE: Final = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 #: Engines that are derived from it and hold their model in other ways.
@@ -181,7 +182,7 @@ def _refuse(path: str, engine: Any) -> None:
     offloaded = getattr(optimizer, "offloaded_states", None)
     action = "Save with engine.save_checkpoint, and tell us that you need it."
     if others := _OTHERS.intersection(name for _, name in _names_of(type(engine))):
-        problem = f"is a {min(others)}, which holds the model in parts of its own"
+        problem = f"is {with_article(min(others))}, which holds the model in parts of its own"
     elif engine.mp_world_size > 1:
         problem = f"divides the model itself among {engine.mp_world_size} ranks (tensor or pipeline parallelism)"
     elif engine.has_moe_layers:
