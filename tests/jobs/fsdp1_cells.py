@@ -105,7 +105,7 @@ def full_state(state: State, wrapping: Wrapping) -> dict[str, torch.Tensor]:
     """The full state of a trained FSDP1 job as torch gathers it, by the names that a checkpoint has.
 
     Slots are gathered as weights: each is copied into its parameter for that moment. (With original parameters on CPUs,
-    ``optim_state_dict`` of torch 2.13 returns the values of ``exp_avg_sq`` as ``exp_avg``, too.)
+    ``optim_state_dict`` of torch 2.13 returned an ``exp_avg`` that looks like ``exp_avg_sq``.)
     """
     model, optimizer = state["model"], state["optimizer"]
     found = {f"model/{name}": tensor for name, tensor in _full_weights(model).items()}
