@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import holdfast
@@ -178,6 +179,30 @@ def test_states_of_fsdp1_that_cannot_be_saved_are_refused_with_advice(tmp_path: 
         "unnamed: state.unnamed_parameter",
         "summoned: state.flat_parameters",
     ]
+
+
+def parts_of_a_flat_unit(run: str) -> list[str]:
+    """The errors of a save and of a load of modules from deeper inside a unit, after a step and after an evaluation."""
+    state = build(FLAT, seed=0)
+    train(state, steps=1)
+    inner = state["model"].module
+    found = []
+    for moment in ("trained", "evaluated"):
+        for name in ("embed", "conv", "up", "scale", "head"):  # (`down` is a unit itself)
+            with pytest.raises(StateError) as caught:
+                holdfast.save(f"{run}-{moment}-{name}", {"model": getattr(inner, name)}, 0)
+            found.append(caught.value.code)
+        with torch.no_grad():
+            state["model"](torch.arange(7))
+    holdfast.save(run, state, 0)
+    with pytest.raises(StateError) as caught:
+        holdfast.load(run, into={"model": nn.ModuleDict({"up": inner.up})}, select="model/up.**")
+    return [*found, caught.value.code]
+
+
+def test_a_module_from_inside_a_unit_is_refused_instead_of_saved_without_its_parameters(tmp_path: Path) -> None:
+    for found in run_ranks(2, parts_of_a_flat_unit, str(tmp_path / "run")):
+        assert set(found) == {"state.flat_parameters"}
 
 
 def loaded_where_some_parameters_have_no_state(run: str) -> tuple[str, str]:

@@ -12,9 +12,10 @@ parameter. The local shard is the truth at any time: forward and backward comput
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from holdfast.errors import StateError
@@ -63,8 +64,8 @@ def reshard(unit: FlatUnit) -> None:
 
 
 def held_by(unit: FlatUnit, path: str, bases: Mapping[int, Sequence[str]]) -> Iterator[FlatMemory | NamedTensor]:
-    """Describe the memory that a unit of the module at `path` holds. `bases` has the prefixes of the names of each
-    module's tensors.
+    """Describe the memory that a unit of the module at `path` holds. `bases` gives, by module, the prefixes of the
+    names of its tensors.
 
     Yields flat memory; and where each rank has all elements and trains the original parameters, plain tensors. Copies
     on several ranks are compared: FSDP1 makes them equal only if it is told to (``sync_module_states``).
@@ -99,21 +100,38 @@ def held_by(unit: FlatUnit, path: str, bases: Mapping[int, Sequence[str]]) -> It
         yield FlatMemory(parameter, memory, (portion._replace(first=0),))
 
 
-def refuse_loose(path: str, tensors: Iterable[NamedTensor]) -> None:
-    """Refuse parameters that FSDP1 manages, but that were found outside of their unit.
+def refuse_loose(
+    path: str,
+    tensors: Iterable[NamedTensor],
+    modules: Iterable[tuple[str, nn.Module]],
+    managed: Container[_Place],
+) -> None:
+    """Refuse parameters that FSDP1 manages, but whose unit is not in the state: among the `tensors` that were found,
+    and in the `modules`, with the prefixes of their names. `managed` has the places whose unit is there.
 
     Raises:
         StateError: code ``state.flat_parameters``.
     """
     if "torch.distributed.fsdp._flat_param" not in sys.modules:
         return
-    for entry in tensors:
-        if getattr(entry.tensor, "_fsdp_flattened", False):
-            raise _unusual(
-                path,
-                f"{entry.name!r} is managed by an FSDP1 module that is not in the state",
-                "Put the FSDP1 module itself into the state: the names do not change.",
-            )
+    loose = [entry.name for entry in tensors if getattr(entry.tensor, "_fsdp_flattened", False)]
+    # With use_orig_params=False, a module has views of the flat parameter in place of its parameters. FSDP1 marks it.
+    for base, module in modules:
+        if module.__dict__.get("_fsdp_use_orig_params") is False:
+            loose += [base + name for name in _views_of_flat(module) if (id(module), name) not in managed]
+    if loose:
+        raise _unusual(
+            path,
+            f"{loose[0]!r} is managed by an FSDP1 module that is not in the state",
+            "Put the FSDP1 module itself into the state: the names do not change.",
+        )
+
+
+def _views_of_flat(module: nn.Module) -> Iterator[str]:
+    """The names of the attributes that are views of a flat parameter."""
+    for name, item in vars(module).items():
+        if isinstance(item, torch.Tensor) and getattr(item._base, "_is_flat_param", False):  # noqa: SLF001
+            yield name
 
 
 def _names(flat: Any, path: str, bases: Mapping[int, Sequence[str]]) -> list[tuple[str, ...]]:

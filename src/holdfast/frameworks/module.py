@@ -214,7 +214,7 @@ def read_module(path: str, module: nn.Module, wants: Callable[[str], bool], *, i
     _walk(module, "", path, frozenset() if in_engine else None, state)
     if not in_engine and any(type(owner._parameters).__name__ == _ZERO_3 for _, owner in state.modules):  # noqa: SLF001
         raise _partitioned(path)
-    fsdp1.refuse_loose(path, state.tensors)
+    fsdp1.refuse_loose(path, state.tensors, state.modules, state.managed)
     if state.units:
         _add_flat(path, state)
     return state
