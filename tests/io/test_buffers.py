@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.io.buffers import BufferPool
+from holdfast.io.buffers import BufferPool, run_threads
 from tests.io.test_io import MIB, PAGE
 
 
@@ -51,3 +51,18 @@ def test_a_closed_pool_has_given_its_memory_back() -> None:
 def test_a_pool_without_room_for_a_whole_block_is_refused(nbytes: int, buffer_nbytes: int) -> None:
     with pytest.raises(ValueError, match="bytes"):
         BufferPool(nbytes, buffer_nbytes=buffer_nbytes)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_an_error_stops_the_work_of_all_threads_and_reaches_the_caller(num_threads: int) -> None:
+    stopped = threading.Event()
+    names = set()
+
+    def work() -> None:
+        names.add(threading.current_thread().name)
+        raise ValueError("no such chunk")
+
+    with pytest.raises(ValueError, match="no such chunk"):
+        run_threads(num_threads, work, stop=stopped.set)
+    assert stopped.is_set()
+    assert names == ({threading.current_thread().name} if num_threads == 1 else {"holdfast-transfer"})

@@ -173,7 +173,8 @@ class Checkpoint(StoredState):
 
         extent = Extent(data_nbytes - block.capacity, data_nbytes)
         with pipeline_pool() as pool:
-            read_files([ReadJob(data_nbytes, open_, [extent], deliver)], pool=pool, on_corrupt=self.corrupt_block)
+            job = ReadJob(data_nbytes, open_, [extent], deliver)  # mostly of one chunk
+            read_files([job], pool=pool, on_corrupt=self.corrupt_block, num_threads=1)
         name = fmt.file_name(block.file)
         nodes = unpack_values(out.tobytes(), path=self.path(name))
         if list(nodes) != sorted(block.paths):  # decoding has found the nodes sorted

@@ -84,11 +84,19 @@ def pipeline_pool() -> BufferPool:
 
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:
     """Run `work` in each of `num_threads` threads. Returns, or raises the first error, when all threads have ended.
+    A single thread is that of the caller: to start one takes longer than many a chunk.
 
     `stop` is called once on the first error (or an interrupt of the caller) and must make `work` return soon. There is
     no deadline here: work that waits for a store that may hang uses a `TimedStore`. The threads are daemons, so they
     keep no process alive.
     """
+    if num_threads == 1:
+        try:
+            work()
+        except BaseException:
+            stop()
+            raise
+        return
     outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:

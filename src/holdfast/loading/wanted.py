@@ -48,14 +48,18 @@ def wanted(files: DataFiles, binding: Binding, parts: Mapping[str, Parts], rank:
     dtypes = list(map(body.dtype_table.__getitem__, body.dtypes))
     for target in binding.targets:
         local = target.local
-        boxes = pieces.of(local.layout, local.memory)
         if parts and target.source in parts:
-            for box, view in boxes:
+            for box, view in pieces.of(local.layout, local.memory):
                 _add_parts(found, files, target, parts[target.source], box, view)
             continue
         number = numbers[target.source]
         dtype = None if dtypes[number] == local.layout.dtype else _cast_from(dtypes[number], target, found)
-        for box, view in boxes:
+        part = pieces.whole_part(local.layout)
+        if part is not None:  # as of nearly all tensors
+            wants.append(ReadRequest(number, part))
+            targets.add_whole(local, dtype)
+            continue
+        for box, view in pieces.of(local.layout, local.memory):
             wants.append(ReadRequest(number, box))
             targets.add(view, dtype)
     return found

@@ -23,7 +23,7 @@ def check_writable(memory: TargetMemory) -> None:
     Raises:
         StateError: code ``state.read_only``; the error names the tensor.
     """
-    targets, parts, addresses = memory
+    targets, parts, addresses, _ = memory
     maps = np.asarray([(0, 0), *_read_only_maps()], np.uint64)
     stops = maps[np.searchsorted(maps[:, 0], addresses, side="right") - 1, 1]
     # Addresses on a device, and of empty tensors, mean nothing here.

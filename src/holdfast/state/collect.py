@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from operator import attrgetter, itemgetter
+from operator import add, attrgetter, gt, itemgetter, mul
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
@@ -37,6 +37,9 @@ _replicas_of = attrgetter("replicas")
 _dtype_of = attrgetter("dtype")
 _layout_of = attrgetter("layout")
 _shape_of = attrgetter("shape")
+_nbytes_of = attrgetter("nbytes")
+_itemsize_of = attrgetter("itemsize")
+_is_cpu = attrgetter("is_cpu")
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -44,11 +47,14 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """A logical tensor's layout, and the memory of this rank's part of it.
 
     `memory` has detached tensors that share the live memory: one for `Placed` and `Whole`, one per part for `Pieces`.
-    They need not be contiguous.
+    They need not be contiguous. Where the walk found one contiguous part on the host, `address` and `nbytes` are those
+    of its memory; else both are 0, and say nothing.
     """
 
     layout: TensorLayout
     memory: tuple[torch.Tensor, ...]
+    address: int = 0
+    nbytes: int = 0
 
 
 class Tied(msgspec.Struct, frozen=True, gc=False):
@@ -77,14 +83,16 @@ class Facts(NamedTuple):
 class WalkCache(NamedTuple):
     """The result of one call of `TensorCollector.add`: the numbers and layouts of the tensors whose memory is new
     (`new`, `layouts`), and for each other tensor its number and the place in `found` of the tensor that it is tied to
-    (`tied`). It keeps the specs alive, so that no other spec gets their ids. `num_left` is the number of slots that the
-    walk had left for this call."""
+    (`tied`). `addresses` and `sizes` are for all tensors those of `LocalTensor`. It keeps the specs alive, so that no
+    other spec gets their ids. `num_left` is the number of slots that the walk had left for this call."""
 
     facts: Facts
     specs: Sequence[object]
     new: list[int]
     layouts: list[TensorLayout]
     tied: list[tuple[int, int]]
+    addresses: list[int]
+    sizes: list[int]
     num_left: int = 0
 
     def untied(self, items: Sequence[T]) -> Iterable[T]:
@@ -153,7 +161,8 @@ class TensorCollector:
         parts = known.untied(read.parts)
         if any(map(_requires_grad, read.parts)):
             parts = [part.detach() if part.requires_grad else part for part in parts]
-        self.found += map(LocalTensor, known.layouts, zip(parts, strict=True))
+        memory = (zip(parts, strict=True), known.untied(known.addresses), known.untied(known.sizes))
+        self.found += map(LocalTensor, known.layouts, *memory)
         self._first += known.untied(ordered)
         for number, place in known.tied:
             self._others.setdefault(place, []).append(ordered[number])
@@ -184,39 +193,40 @@ class TensorCollector:
         facts = read.facts
         if self._remembers:
             facts = facts._replace(shapes=_plain(facts.shapes), strides=_plain(facts.strides))
+        are_flat, sizes = list(map(torch.Tensor.is_contiguous, read.parts)), list(map(_nbytes_of, read.parts))
         # Unchanged tensors passed this check in an earlier walk: a storage gets another address when it is resized.
-        if any(
-            reaches_beyond(part)
-            for part in read.parts
-            # The quick test that most tensors pass is inline: thousands of calls cost more than the test.
-            if not part.is_contiguous()
-            or part.untyped_storage().nbytes() < part.storage_offset() * part.itemsize + part.nbytes
-        ):
+        if not (all(are_flat) and _are_within(read, sizes)) and any(map(reaches_beyond, read.parts)):
             raise _unsupported(ordered, read.parts, meta=self._meta)
         layouts = self._layouts(facts, read.specs)
         tied = self._ties(layouts, read.parts, facts.addresses)
         new = [number for number in range(len(layouts)) if number not in tied]
-        return WalkCache(facts, read.specs, new, [layouts[number] for number in new], list(tied.items()))
+        on_host = list(map(_is_cpu, read.parts))
+        addresses = facts.addresses
+        if not (all(are_flat) and all(on_host) and all(sizes)):
+            are_plain = map(all, zip(are_flat, on_host, sizes, strict=True))
+            addresses = [each if is_plain else 0 for each, is_plain in zip(addresses, are_plain, strict=True)]
+            sizes = [size if address else 0 for size, address in zip(sizes, addresses, strict=True)]
+        kept = [layouts[number] for number in new] if tied else layouts
+        return WalkCache(facts, read.specs, new, kept, list(tied.items()), addresses, sizes)
 
     def _layouts(self, facts: Facts, placed: Sequence[DTensorSpec | None]) -> list[TensorLayout]:
         """The layout of each tensor. Tensors of one kind share its parts: torch gives equal DTensors one spec."""
         kinds = list(zip(facts.specs, facts.shapes, facts.dtypes, facts.replicas, strict=True))
         first = dict(zip(reversed(kinds), reversed(range(len(kinds))), strict=True))
         shapes: dict[Shape, Shape] = {}
+        first_of: dict[Shape, int] = {}
         known: dict[tuple[int, Shape, torch.dtype, Replicas], tuple[str, Shape, Spec]] = {}
         for kind, number in sorted(first.items(), key=_second):
             _, held, dtype, replicas = kind
             described = placed[number]
-            (shape,) = _plain([held if described is None else described.shape], shapes)
+            found = held if described is None else described.shape
+            shape = shapes.get(found) or shapes.setdefault(found, tuple(found))
+            first_of.setdefault(shape, number)
             spec: Spec = _WHOLE[replicas]
             if described is not None:
                 spec = self._placements.spec(described, shape, held, facts.names[number])
             known[kind] = DTYPE_NAMES[dtype], shape, spec
-        numbers: dict[Shape, int] = {}
-        for kind, number in first.items():
-            shape = known[kind][1]
-            numbers[shape] = min(number, numbers.get(shape, number))
-        for shape, number in numbers.items():
+        for shape, number in first_of.items():
             check_shape(facts.names[number], shape)
         columns = zip(*map(known.__getitem__, kinds), strict=True)
         return list(map(TensorLayout, facts.names, *columns))
@@ -292,10 +302,10 @@ def _read(ordered: Sequence[NamedTensor], *, meta: bool, with_strides: bool) -> 
     return _FoundTensors(facts, specs, parts)
 
 
-def _plain(shapes: Iterable[Shape], known: dict[Shape, Shape] | None = None) -> list[Shape]:
-    """The same shapes or strides as plain tuples, one object for equal ones, also for those that are `known`: they are
-    kept from save to save, and the garbage collector stops tracking plain tuples of numbers after its first pass."""
-    known = {} if known is None else known
+def _plain(shapes: Iterable[Shape]) -> list[Shape]:
+    """The same shapes or strides as plain tuples, one object for equal ones: they are kept from save to save, and the
+    garbage collector stops tracking plain tuples of numbers after its first pass."""
+    known: dict[Shape, Shape] = {}
     return [known.get(shape) or known.setdefault(shape, tuple(shape)) for shape in shapes]
 
 
@@ -305,6 +315,14 @@ def _address(tensor: torch.Tensor, part: torch.Tensor, *, meta: bool) -> int:
     if part.is_meta and part.nbytes:
         return -part.untyped_storage()._cdata if meta else 0  # noqa: SLF001
     return part.data_ptr() if part.nbytes else -id(tensor)
+
+
+def _are_within(read: _FoundTensors, sizes: Iterable[int]) -> bool:
+    """Whether contiguous tensors of these `sizes` in bytes end within their storages: a quick test of
+    `reaches_beyond`, which is done for all at once."""
+    storages = map(torch.UntypedStorage.nbytes, map(torch.Tensor.untyped_storage, read.parts))
+    starts = map(mul, map(torch.Tensor.storage_offset, read.parts), map(_itemsize_of, read.facts.dtypes))
+    return not any(map(gt, map(add, starts, sizes), storages))
 
 
 def reaches_beyond(part: torch.Tensor) -> bool:

@@ -171,15 +171,24 @@ class LocalPieces:
         #: By the spec's id and the shape. Each value keeps its spec alive, so that no other spec gets that id.
         self._boxes: dict[tuple[int, Shape], tuple[Spec, list[_BoxInPart]]] = {}
 
+    def whole_part(self, layout: TensorLayout) -> Box | None:
+        """The box that the whole local tensor holds; None if it holds several, or none."""
+        boxes = () if isinstance(layout.spec, Pieces) else self._known(layout.spec, layout.shape)
+        return boxes[0][0] if len(boxes) == 1 else None
+
     def of(self, layout: TensorLayout, memory: tuple[torch.Tensor, ...]) -> list[tuple[Box, torch.Tensor]]:
         """The boxes of a tensor that the rank holds, each with the memory that holds it."""
         spec, shape = layout.spec, layout.shape
+        if isinstance(spec, Pieces):
+            return _parts(shape, spec, memory)
+        boxes = self._known(spec, shape)
+        return [(box, memory[0] if slices is None else memory[0][slices]) for box, slices in boxes]
+
+    def _known(self, spec: Placed | Whole, shape: Shape) -> list[_BoxInPart]:
         known = self._boxes.get((id(spec), shape))
         if known is None:
-            if isinstance(spec, Pieces):
-                return _parts(shape, spec, memory)
             known = self._boxes[id(spec), shape] = spec, self._boxes_of(spec, shape)
-        return [(box, memory[0] if slices is None else memory[0][slices]) for box, slices in known[1]]
+        return known[1]
 
     def _boxes_of(self, spec: Placed | Whole, shape: Shape) -> list[_BoxInPart]:
         if isinstance(spec, Whole):

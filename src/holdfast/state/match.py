@@ -104,7 +104,7 @@ class Matcher:
         # By columns, because states have thousands of tensors.
         layouts = [local.layout for local in found]
         names = [layout.name for layout in layouts]
-        if not self._is_plain or any(part.is_meta for local in found for part in local.memory):
+        if not self._is_plain or any(map(_on_meta, found)):
             return False
         if not (self.aliases.keys().isdisjoint(names) and self._required.keys().isdisjoint(names)):
             return False
@@ -232,7 +232,7 @@ class Matcher:
 
 
 def _on_meta(local: LocalTensor) -> bool:
-    return any(part.is_meta for part in local.memory)
+    return not local.address and any(part.is_meta for part in local.memory)
 
 
 def _separately(names: Sequence[str], how: str) -> str:

@@ -18,23 +18,33 @@ from holdfast.state.match import BoundTensor
 #: overlapping.
 _MAX_WORK = 1 << 20
 
+_Addresses = npt.NDArray[np.uint64]
+
+_address_of = attrgetter("address")
 _device_of = attrgetter("device")
-_is_cpu = attrgetter("is_cpu")
 _nbytes_of = attrgetter("nbytes")
 
 
 class TargetMemory(NamedTuple):
-    """The local memory of all `targets`, part by part in their order, and the address of each part."""
+    """The local memory of all `targets`, part by part in their order, with the address of each part; and its size in
+    bytes, if all parts are contiguous and on one device."""
 
     targets: Sequence[BoundTensor]
     parts: Sequence[torch.Tensor]
-    addresses: npt.NDArray[np.uint64]
+    addresses: _Addresses
+    sizes: _Addresses | None
 
     @staticmethod
     def of(targets: Sequence[BoundTensor]) -> TargetMemory:
-        """Read the addresses of all parts."""
-        parts = [part for target in targets for part in target.local.memory]
-        return TargetMemory(targets, parts, np.fromiter(map(torch.Tensor.data_ptr, parts), np.uint64, len(parts)))
+        """Look up the addresses of all parts."""
+        held = [target.local for target in targets]
+        parts = [part for local in held for part in local.memory]
+        addresses, sizes = list(map(_address_of, held)), list(map(_nbytes_of, held))
+        if not all(addresses):
+            addresses, sizes = list(map(torch.Tensor.data_ptr, parts)), list(map(_nbytes_of, parts))
+            if not all(map(torch.Tensor.is_contiguous, parts)) or len(set(map(_device_of, parts))) > 1:
+                return TargetMemory(targets, parts, np.asarray(addresses, np.uint64), None)
+        return TargetMemory(targets, parts, np.asarray(addresses, np.uint64), np.asarray(sizes, np.uint64))
 
 
 class MemorySpan(NamedTuple):
@@ -91,13 +101,10 @@ def check_disjoint(memory: TargetMemory) -> None:
 def _are_apart(memory: TargetMemory) -> bool:
     """Whether all parts are on one device, have no holes and lie one after another, as in most states. A quick test,
     which is done for all parts at once."""
-    _, parts, starts = memory
-    if not all(map(torch.Tensor.is_contiguous, parts)):
+    _, _, starts, sizes = memory
+    if sizes is None:
         return False
-    if not all(map(_is_cpu, parts)) and len(set(map(_device_of, parts))) > 1:
-        return False
-    order = np.argsort(starts)
-    stops = starts + np.fromiter(map(_nbytes_of, parts), np.uint64, len(parts))
+    order, stops = np.argsort(starts), starts + sizes
     return bool(np.all(stops[order[:-1]] <= starts[order[1:]]))
 
 

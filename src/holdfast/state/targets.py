@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box, flat_boxes
+from holdfast.state.collect import LocalTensor
 from holdfast.state.local_memory import COPY_NBYTES, array_of, carried, copy_elements
 from holdfast.store.base import Bytes
 
@@ -24,9 +24,6 @@ _SHORT_NBYTES = 64 << 10
 
 _move_and_release = ctypes.memmove
 _move_short = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
-
-_nbytes = attrgetter("nbytes")
-_is_cpu = attrgetter("is_cpu")
 
 
 class _Places(NamedTuple):
@@ -48,6 +45,9 @@ class MemoryTargets:
 
     def __init__(self) -> None:
         self._views: list[torch.Tensor] = []
+        #: The `_Places` of those boxes that are whole local tensors and whose places are known; 0 for the others.
+        self._addresses: list[int] = []
+        self._sizes: list[int] = []
         #: The dtype in which elements arrive, by number, where it differs from that of the memory.
         self._casts: dict[int, torch.dtype] = {}
         #: The results of `memory`, by number.
@@ -58,6 +58,14 @@ class MemoryTargets:
         if dtype is not None and dtype is not view.dtype:
             self._casts[len(self._views)] = dtype
         self._views.append(view)
+        self._addresses.append(0)
+        self._sizes.append(0)
+
+    def add_whole(self, local: LocalTensor, dtype: torch.dtype | None = None) -> None:
+        """As `add`, for a box that is the whole local tensor."""
+        self.add(local.memory[0], dtype)
+        if dtype is None:
+            self._addresses[-1], self._sizes[-1] = local.address, local.nbytes
 
     @property
     def nbytes(self) -> int:
@@ -115,14 +123,12 @@ class MemoryTargets:
 
     @cached_property
     def _places(self) -> _Places:
-        views = self._views
-        addresses, sizes = list(map(torch.Tensor.data_ptr, views)), list(map(_nbytes, views))
-        for want, dtype in self._casts.items():
-            addresses[want], sizes[want] = 0, views[want].numel() * dtype.itemsize
-        if not (all(map(_is_cpu, views)) and all(map(torch.Tensor.is_contiguous, views))):
-            for want, view in enumerate(views):
-                if not (view.is_cpu and view.is_contiguous()):
-                    addresses[want] = 0
+        addresses, sizes = self._addresses, self._sizes
+        for want in [want for want, address in enumerate(addresses) if not address]:
+            view, dtype = self._views[want], self._casts.get(want)
+            sizes[want] = view.nbytes if dtype is None else view.numel() * dtype.itemsize
+            if dtype is None and view.is_cpu and view.is_contiguous():
+                addresses[want] = view.data_ptr()
         return _Places(addresses, sizes)
 
     def _put_part(self, want: int, skipped: int, data: Bytes) -> None:
