@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +234,34 @@ def saved_in_part(run: str) -> list[str]:
 def test_a_selection_takes_a_part_of_a_flat_parameter(tmp_path: Path) -> None:
     names = [f"model/down.{name}" for name in ("0.bias", "0.weight", "1.bias", "1.weight")]
     assert run_ranks(2, saved_in_part, str(tmp_path / "run")) == [names] * 2
+
+
+def tiny_flat_parameter() -> dict[str, Any]:
+    """A unit of one element: on all ranks but the first, its flat parameter is nothing but padding."""
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), use_orig_params=False, device_id=cpu)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.1)}
+
+
+def steps_after_a_load(run: str) -> list[float]:
+    state = tiny_flat_parameter()
+    if dist.get_world_size() == 2:
+        train_tiny(state, steps=3)
+        holdfast.save(run, state, 0)
+        state = tiny_flat_parameter()
+    holdfast.load(run, into=state)
+    train_tiny(state, steps=1)
+    return [slots["step"].item() for slots in state["optimizer"].state.values()]
+
+
+def train_tiny(state: dict[str, Any], *, steps: int) -> None:
+    for _ in range(steps):
+        state["model"](torch.ones(1, 1)).sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def test_a_rank_with_nothing_but_padding_counts_steps_after_a_load_as_the_others_do(tmp_path: Path) -> None:
+    for world_size in (2, 3):
+        assert run_ranks(world_size, steps_after_a_load, str(tmp_path / "run")) == [[4.0]] * world_size

@@ -83,12 +83,13 @@ class _FlatSlots(NamedTuple):
     step_device: torch.device
 
     def bind(self, held: FlatMemory, source: BindingSource) -> dict[object, Slot]:
-        """Bind the stored slots of the portions. A rank that holds no element of them gets no slots.
+        """Bind the stored slots of the portions. A rank without memory gets no slots: its optimizer steps nothing. One
+        with nothing but padding gets them, so that it counts steps as the others do.
 
         Refuses slots that only some of the portions have: the owner has one slot for all of them.
         """
         names = [portion.names[0] for portion in held.portions if portion.names[0] in self.stored]
-        if not any(portion.stop > portion.start for portion in held.portions):
+        if not held.memory.numel():
             for name in names:
                 for below in source.stored_below(join(self.state, name)):
                     source.mark(below)
