@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
@@ -28,15 +29,30 @@ FORMS = ("by name", "flat", "by number")
 class Training:
     """A model and its optimizer in two groups with rates of their own, and a schedule, after a few steps."""
 
-    def __init__(self, seed: int, *, steps: int, widths: tuple[int, int] = (6, 9)) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        steps: int,
+        widths: tuple[int, int] = (6, 9),
+        rates: tuple[float, float] = (0.1, 0.2),
+        flat: str = "",
+    ) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Embedding(11, widths[0]), nn.Linear(*widths), nn.Linear(widths[1], 5, bias=False))
-        if dist.is_initialized():
-            for layer in self.model:
+        first_two = nn.Embedding(11, widths[0]), nn.Linear(*widths)
+        self.layers = nn.Sequential(*first_two, nn.Linear(widths[1], 5, bias=False))
+        self.model: nn.Module = self.layers
+        if flat:
+            warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so often
+            options: dict[str, Any] = {"use_orig_params": flat == "original", "device_id": torch.device("cpu")}
+            self.model = FullyShardedDataParallel(self.layers, **options)
+        elif dist.is_initialized():
+            for layer in self.layers:
                 fully_shard(layer)
-            fully_shard(self.model)
+            fully_shard(self.layers)
         first, *rest = self.model.parameters()
-        groups = [{"params": [first], "lr": 0.1 * (seed + 1)}, {"params": rest, "lr": 0.2 * (seed + 1)}]
+        parts = zip(([first], rest), rates, strict=True)
+        groups = [{"params": part, "lr": rate * (seed + 1)} for part, rate in parts if part]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.01 * (seed + 1))
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         for _ in range(steps):
@@ -122,15 +138,43 @@ def test_an_optimizer_that_holdfast_saved_as_a_dict_is_taken_too(tmp_path: Path,
     assert live.contents() == old.contents()
 
 
+def _through_fsdp1(folder: str, run: str, original: bool) -> str:
+    """Load a folder under FSDP1, and save that; or the error of the load."""
+    live = Training(7, steps=0, flat="original" if original else "flat")
+    try:
+        holdfast.load(folder, {"model": live.model, "optim": live.optimizer})
+    except HoldfastError as error:
+        return str(error.code)
+    holdfast.save(run, {"model": live.model, "optim": live.optimizer}, 0, takeover=True)
+    return ""
+
+
+@pytest.mark.parametrize(("form", "original"), [("by name", True), ("flat", True), ("by name", False)])
+def test_an_optimizer_of_fsdp1_takes_the_state_by_the_names_of_its_parameters(
+    tmp_path: Path, form: str, original: bool
+) -> None:
+    old, live = Training(0, steps=2, rates=(0.1, 0.1)), Training(7, steps=0)
+    torch_dcp.save(plain_state(old, form), checkpoint_id=str(tmp_path / "dcp"))
+    assert run_ranks(2, _through_fsdp1, str(tmp_path / "dcp"), str(tmp_path / "run"), original) == ["", ""]
+    holdfast.load(tmp_path / "run", {"model": live.model, "optim": live.optimizer}, strict=False)
+    assert live.contents() == old.contents()
+
+
+def test_numbers_are_refused_by_an_optimizer_of_fsdp1(tmp_path: Path) -> None:
+    torch_dcp.save(plain_state(Training(0, steps=2), "by number"), checkpoint_id=str(tmp_path / "dcp"))
+    found = run_ranks(2, _through_fsdp1, str(tmp_path / "dcp"), str(tmp_path / "run"), True)
+    assert found == ["incompatible.optimizer"] * 2
+
+
 def test_state_of_frozen_and_untrained_parameters_is_none(tmp_path: Path) -> None:
     old, live = Training(0, steps=0), Training(7, steps=0)
     for training in (old, live):
-        training.model[0].weight.requires_grad_(False)
+        training.layers[0].weight.requires_grad_(False)
     old.step()
     torch_dcp.save(plain_state(old, "by number"), checkpoint_id=str(tmp_path))
     holdfast.load(tmp_path, {"model": live.model, "optim": live.optimizer})
     assert live.contents() == old.contents()
-    assert live.model[0].weight not in live.optimizer.state
+    assert live.layers[0].weight not in live.optimizer.state
 
 
 def refused(folder: Path, into: dict[str, object]) -> HoldfastError:

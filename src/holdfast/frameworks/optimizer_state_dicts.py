@@ -10,7 +10,7 @@ its module; with ``flatten_optimizer_state_dict`` it has the keys ``state.<name>
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -22,6 +22,8 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join, parse_component
 from holdfast.format.values import Items, Node, Open, Plain, TableNode, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
+from holdfast.frameworks.flat_memory import FlatMemory, Portion
+from holdfast.frameworks.optimizer_saving import named_parameters
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 
@@ -50,25 +52,28 @@ def as_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Bind
     node = source.nodes.get(path)
     if not (node == Open("dict") or (isinstance(node, TableNode) and node.kind == "dict")):
         return None
+    groups = [named_parameters(path, index, group, source) for index, group in enumerate(optimizer.param_groups)]
+    live = {_last(entry.name): index for index, group in enumerate(groups) for entry in group}
     names = list(source.stored_below(path))
-    entries = _entries(optimizer, source)
-    contents = _nested(path, names, source.nodes) or _flat(path, names, source.nodes, _groups_of(optimizer, entries))
+    contents = _nested(path, names, source.nodes) or _flat(path, names, source.nodes, live)
     if contents is None:
         return None
+    own = list(dict.fromkeys(entry.name for group in groups for entry in group))
     if all(type(parse_component(name)) is int for name in contents.group_of):
-        return StateDictSource(path, source, contents, {})
-    _check_distinct(path, entries.values())
-    return StateDictSource(path, source, contents, entries)
+        _check_whole(path, optimizer, source)
+        return StateDictSource(path, source, contents, ())
+    _check_distinct(path, own)
+    return StateDictSource(path, source, contents, own)
 
 
 class StateDictSource:
     """A `BindingSource` whose names at and below `path` are those of an optimizer, and stand for the names of a dict.
 
-    `own_names` gives for the id of a live parameter its name here, where that is another one than in `source`.
+    `parameters` are the names in `source` of those live parameters that have the last component as their name here.
     """
 
     def __init__(
-        self, path: str, source: BindingSource, contents: _PlainOptimizer, own_names: Mapping[int, NamedTensor]
+        self, path: str, source: BindingSource, contents: _PlainOptimizer, parameters: Collection[str]
     ) -> None:
         self._source = source
         self._real = contents.real
@@ -77,8 +82,8 @@ class StateDictSource:
             join(group_of, component(name)): (group, stored) for name, (group, stored) in contents.group_of.items()
         }
         self._names = sorted([*self._real, *self._groups])
-        self._own_names = own_names
-        self._live = {_last(entry.name): entry.name for entry in own_names.values()}
+        self._short = {name: _last(name) for name in parameters}
+        self._live = {short: name for name, short in self._short.items()}
         nodes: dict[str, Node] = {path: Open("optimizer")}
         nodes.update((name, Plain(group)) for name, (group, _) in self._groups.items())
         nodes.update((name, source.nodes[real]) for name, real in self._real.items() if real in source.nodes)
@@ -87,10 +92,10 @@ class StateDictSource:
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """As `BindingSource.named`."""
-        entry = self._own_names.get(id(tensor))
-        if entry is None:
-            return self._source.named(tensor)
-        return msgspec.structs.replace(entry, name=_last(entry.name))
+        entry = self._source.named(tensor)
+        if entry is None or entry.name not in self._short:
+            return entry
+        return msgspec.structs.replace(entry, name=self._short[entry.name])
 
     def copies(self, name: str) -> Sequence[str]:
         """As `BindingSource.copies`."""
@@ -132,6 +137,22 @@ class StateDictSource:
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `BindingSource.fill_all`."""
         self._source.fill_all([self._stored_entry(entry) for entry in entries])
+
+    def hold(self, held: FlatMemory) -> None:
+        """As `BindingSource.hold`."""
+        self._source.hold(held)
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """As `BindingSource.held`."""
+        found = self._source.held(tensor)
+        if found is None:
+            return None
+        portions = [each._replace(names=tuple(map(_last, each.names))) for each in found.portions]
+        return found._replace(portions=tuple(portions))
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """As `BindingSource.portion`."""
+        self._source.portion(self._stored_name(name), portion, memory)
 
     def fitting(
         self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]
@@ -278,27 +299,24 @@ def _as_number(key: str) -> str:
     return component(int(key)) if key.isascii() and key.isdecimal() and len(key) < 19 else key
 
 
-def _entries(optimizer: Optimizer, source: BindingSource) -> dict[int, NamedTensor]:
-    """The entries of an optimizer's parameters, by their ids."""
-    parameters: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group[_PARAMETERS]]
-    return {id(each): entry for each in parameters if (entry := source.named(each)) is not None}
+def _check_whole(path: str, optimizer: Optimizer, source: BindingSource) -> None:
+    """Refuse flat parameters of FSDP1 where the checkpoint has numbers: several parameters lie in one of them."""
+    if any(source.held(parameter) is not None for group in optimizer.param_groups for parameter in group[_PARAMETERS]):
+        raise IncompatibleError(
+            f"Optimizer {path!r} trains flat parameters of FSDP1, and the checkpoint knows parameters by their order "
+            "alone.",
+            code="incompatible.optimizer",
+            action="Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), or load into the optimizer of a "
+            "model that is not sharded, save that with holdfast, and load the result.",
+            path=path,
+        )
 
 
-def _groups_of(optimizer: Optimizer, entries: Mapping[int, NamedTensor]) -> dict[str, int]:
-    """The live group of each parameter, by its name in its module."""
-    return {
-        _last(entries[id(each)].name): number
-        for number, group in enumerate(optimizer.param_groups)
-        for each in group[_PARAMETERS]
-        if id(each) in entries
-    }
-
-
-def _check_distinct(path: str, entries: Iterable[NamedTensor]) -> None:
+def _check_distinct(path: str, parameters: Iterable[str]) -> None:
     """Refuse parameters that have one name in several modules."""
     places: dict[str, list[str]] = {}
-    for entry in entries:
-        places.setdefault(_last(entry.name), []).append(entry.name)
+    for name in parameters:
+        places.setdefault(_last(name), []).append(name)
     twice = next((name for name, alike in places.items() if len(alike) > 1), None)
     if twice is not None:
         raise IncompatibleError(
