@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.bound import bits
@@ -44,12 +45,16 @@ class AppState(Stateful):
         self.step = state_dict["step"]
 
 
-def trained(seed: int, *, steps: int) -> AppState:
+def trained(seed: int, *, steps: int, fsdp1: bool = False) -> AppState:
     """An app whose weights depend on `seed`, sharded where there are several ranks, after so many steps."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 9), nn.Linear(9, 5, bias=False))
-    if dist.is_initialized():
-        for layer in model:
+    layers = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 9), nn.Linear(9, 5, bias=False))
+    model: nn.Module = layers
+    if fsdp1:
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so often
+        model = FullyShardedDataParallel(layers, device_id=torch.device("cpu"), use_orig_params=True)
+    elif dist.is_initialized():
+        for layer in layers:
             fully_shard(layer)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * (seed + 1))
@@ -68,6 +73,17 @@ def contents(app: AppState) -> dict[str, object]:
         for slot, value in app.optimizer.state.get(parameter, {}).items():
             found[f"{name} {slot}"] = bits(_whole(value))
     found["lr"] = [group["lr"] for group in app.optimizer.param_groups]
+    return found
+
+
+def gathered(app: AppState) -> dict[str, object]:
+    """The bits of what torch gathers from an app, under FSDP1 or any other layout."""
+    options = StateDictOptions(full_state_dict=True)
+    weights: dict[str, Any] = get_model_state_dict(app.model, options=options)
+    optimizer: dict[str, Any] = get_optimizer_state_dict(app.model, app.optimizer, options=options)
+    found: dict[str, object] = {name: bits(weight) for name, weight in weights.items()}
+    for name, slots in optimizer["state"].items():
+        found.update((f"{name} {slot}", bits(value)) for slot, value in slots.items())
     return found
 
 

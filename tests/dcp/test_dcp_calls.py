@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -295,6 +296,22 @@ def test_a_state_dict_that_raises_is_raised_by_the_call(tmp_path: Path) -> None:
 def test_the_tutorial_runs_in_one_process_as_with_dcp(tmp_path: Path) -> None:
     assert save_app(dcp, str(tmp_path / "ours")) == load_app(dcp, str(tmp_path / "ours"))
     assert save_app(torch_dcp, str(tmp_path / "theirs")) == load_app(dcp, str(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("state", [torch.nn.Linear(2, 2), [1], {1: torch.ones(2)}])
+def test_a_state_that_is_no_dict_is_refused(tmp_path: Path, state: Any) -> None:
+    for call in (dcp.save, dcp.async_save, dcp.load):
+        with pytest.raises(holdfast.StateError) as caught:
+            call(state, checkpoint_id=tmp_path / "c")
+        assert caught.value.code == "state.root"
+
+
+def test_modules_that_scripts_reach_through_dcp_are_those_of_torch() -> None:
+    assert dcp.state_dict is importlib.import_module("torch.distributed.checkpoint.state_dict")
+    with pytest.raises(AttributeError, match=r"import it from torch\.distributed\.checkpoint"):
+        _ = dcp.StorageWriter
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dcp.nothing
 
 
 def test_modules_and_optimizers_are_saved_by_their_state_dict(tmp_path: Path) -> None:

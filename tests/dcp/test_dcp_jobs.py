@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import holdfast
 from holdfast import SaveReport, dcp
 from holdfast.dcp import AsyncSaveResponse
-from tests.dcp.dcp_scripts import contents, load_app, load_parts, save_app, save_parts, trained
+from tests.dcp.dcp_scripts import contents, gathered, load_app, load_parts, save_app, save_parts, trained
 from tests.support.ranks import run_ranks
 
 
@@ -57,6 +57,36 @@ def _load_parts(folder: str, flat: bool) -> dict[str, object]:
 def test_states_of_the_model_and_of_the_optimizer_in_folders_of_their_own(tmp_path: Path, flat: bool) -> None:
     saved = run_ranks(3, _save_parts, str(tmp_path), flat)
     assert run_ranks(2, _load_parts, str(tmp_path), flat) == [saved[0]] * 2
+
+
+def _save_under(folder: str, fsdp1: bool, in_background: bool) -> dict[str, object]:
+    app = trained(0, steps=2, fsdp1=fsdp1)
+    if in_background:
+        future = dcp.async_save({"app": app}, checkpoint_id=folder)
+        assert isinstance(future, Future)
+        future.result(timeout=60)
+    else:
+        dcp.save({"app": app}, checkpoint_id=folder)
+    return gathered(app)
+
+
+def _load_under(folder: str, fsdp1: bool) -> dict[str, object]:
+    app = trained(9, steps=1, fsdp1=fsdp1)
+    dcp.load({"app": app}, checkpoint_id=folder)
+    return gathered(app)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_the_sharded_tensors_of_fsdp1_load_on_another_number_of_ranks(tmp_path: Path, in_background: bool) -> None:
+    """FSDP1 gives them in its state dicts."""
+    saved = run_ranks(3, _save_under, str(tmp_path / "c"), True, in_background)[0]
+    assert run_ranks(2, _load_under, str(tmp_path / "c"), True)[0] == saved
+    assert run_ranks(2, _load_under, str(tmp_path / "c"), False)[0] == saved
+
+
+def test_a_job_moves_from_fsdp2_to_fsdp1(tmp_path: Path) -> None:
+    saved = run_ranks(2, _save_under, str(tmp_path / "c"), False, False)[0]
+    assert run_ranks(3, _load_under, str(tmp_path / "c"), True)[0] == saved
 
 
 def _save_in_background(folder: str) -> list[dict[str, object]]:

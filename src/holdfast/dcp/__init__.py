@@ -10,6 +10,10 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Final
+
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
@@ -32,3 +36,18 @@ __all__ = [
     "load",
     "save",
 ]
+
+#: The modules of DCP that scripts reach as attributes, and that only make and copy states.
+_MODULES: Final = ("staging", "state_dict", "stateful")
+
+
+def __getattr__(name: str) -> object:
+    """Modules of torch that scripts reach through DCP; an error that says more for other names that DCP has."""
+    if name in _MODULES:
+        return importlib.import_module(f"torch.distributed.checkpoint.{name}")
+    if hasattr(checkpoint, name):
+        raise AttributeError(
+            f"holdfast.dcp has no {name!r}: it plans and stores by itself, and has save, async_save and load. To use "
+            f"{name!r} with the calls of torch, import it from torch.distributed.checkpoint."
+        )
+    raise AttributeError(f"module 'holdfast.dcp' has no attribute {name!r}")

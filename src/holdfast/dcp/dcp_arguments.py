@@ -13,6 +13,7 @@ from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
 from holdfast.errors import ConfigurationError
+from holdfast.state.flatten import check_root
 from holdfast.wording import kind_of
 
 #: DCP's calls have no time limit of their own; this is the one of `holdfast.save` and `holdfast.load`.
@@ -36,7 +37,8 @@ def participants(label: str, process_group: ProcessGroup | None, deadline: Deadl
 
 def plain_states(state_dict: Mapping[str, object]) -> dict[str, object]:
     """A shallow copy of `state_dict`, in which each ``Stateful`` is replaced by its state. As in DCP, it is asked on
-    all ranks in the order of the keys."""
+    all ranks in the order of the keys. Raises `StateError`, code ``state.root``, for anything but a dict."""
+    check_root(state_dict)
     return {key: item.state_dict() if isinstance(item, Stateful) else item for key, item in sorted(state_dict.items())}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, Self, cast
 
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from holdfast.agreement.planning import StoredPlanCache
@@ -24,9 +24,7 @@ from holdfast.reports import SaveReport
 from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.saving import save_over
 from holdfast.state.identity import parts_of
-
-#: A state as it is staged, or will be.
-_Staged = Mapping[str, object] | Future[Mapping[str, object]]
+from holdfast.state.sharded_tensors import is_sharded
 
 
 @outer(SAVE)
@@ -104,30 +102,60 @@ def async_save(
         )
     deadline = Deadline(TIMEOUT_S)
     channel, ranks = participants(f"dcp.async_save to {into.location}", process_group, deadline, no_dist=no_dist)
-    stager = DefaultStager(StagingOptions(False, False, False, False)) if async_stager is None else async_stager
-    own = [stager.close] if async_stager is None else []
+    ready = attempt(lambda: _StagedState.of(state_dict, async_stager))
     try:
-        ready = attempt(lambda: _staged(state_dict, stager))
         beginning = _begin(channel, ready, into, deadline)
     except BaseException:
-        for close in own:
-            close()
+        if isinstance(ready, _StagedState):
+            ready.close()
         raise
-    state, staged = done(ready)
-    sources = _sources(channel, state)
+    copied = done(ready)
+    sources = _sources(channel, copied.state)
     writing = _FolderSave(channel.in_background(), ranks, into, beginning.step, sources, is_background=True)
-    saved = _BACKGROUND.submit(lambda: writing.run_staged(staged, own))
-    if isinstance(staged, Future):
-        return AsyncSaveResponse(_ended(staged), cast("Future[None]", saved))
-    if stager.should_synchronize_after_execute:
-        stager.synchronize_staging()
+    saved = _BACKGROUND.submit(lambda: writing.run_staged(copied))
+    if isinstance(copied.staged, Future):
+        return AsyncSaveResponse(_ended(copied.staged), cast("Future[None]", saved))
+    if copied.stager.should_synchronize_after_execute:
+        copied.stager.synchronize_staging()
     return saved
 
 
-def _staged(state_dict: Mapping[str, object], stager: AsyncStager) -> tuple[dict[str, object], _Staged]:
-    """The state, and its copy or a future of that."""
-    state = plain_states(state_dict)
-    return state, cast("_Staged", stager.stage(state))
+class _StagedState(NamedTuple):
+    """A state, its copy or a future of that, and the stager that copies it, which may be our own."""
+
+    state: Mapping[str, object]
+    staged: Mapping[str, object] | Future[Mapping[str, object]]
+    stager: AsyncStager
+    is_own: bool
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, object], given: AsyncStager | None) -> Self:
+        """Have the stager copy the state: the `given` one, or one of torch that copies into new host memory."""
+        state = plain_states(state_dict)
+        stager = _new_stager(state) if given is None else given
+        try:
+            staged = stager.stage(state)
+        except BaseException:
+            if given is None:
+                stager.close()
+            raise
+        return cls(state, cast("Mapping[str, object]", staged), stager, given is None)
+
+    def close(self) -> None:
+        """Close a stager of our own."""
+        if self.is_own:
+            self.stager.close()
+
+
+def _new_stager(state: object) -> AsyncStager:
+    """The stager that DCP makes; but that one cannot copy a ``ShardedTensor``, which an older one can."""
+    return BlockingAsyncStager() if _holds_sharded(state) else DefaultStager(StagingOptions(*[False] * 4))
+
+
+def _holds_sharded(item: object) -> bool:
+    if isinstance(item, dict):
+        return any(map(_holds_sharded, item.values()))
+    return any(map(_holds_sharded, item)) if isinstance(item, (list, tuple)) else is_sharded(item)
 
 
 def _checked(
@@ -194,8 +222,9 @@ class _FolderSave:
             remove_replaced(replaced, storage_s)
         return report
 
-    def run_staged(self, staged: _Staged, ends: Sequence[Callable[[], None]]) -> SaveReport:
-        """Save a state in the background, once it is staged; then call `ends`."""
+    def run_staged(self, copied: _StagedState) -> SaveReport:
+        """Save a state in the background, once it is staged."""
+        staged = copied.staged
         try:
             state = attempt(lambda: staged.result() if isinstance(staged, Future) else staged)
             deadline = Deadline(TIMEOUT_S)
@@ -203,8 +232,7 @@ class _FolderSave:
             return self.run(done(state), deadline)
         finally:
             self.channel.leave()
-            for end in ends:
-                end()
+            copied.close()
 
 
 def _ended(staged: Future[Mapping[str, object]]) -> Future[None]:
