@@ -223,6 +223,17 @@ def test_a_live_group_whose_parameters_had_different_rates_is_refused(tmp_path: 
     assert refused(tmp_path, {"model": live.model, "optim": optimizer}).code == "incompatible.groups"
 
 
+@pytest.mark.parametrize("form", ["by name", "flat"])
+def test_rates_that_are_tensors_and_differ_are_refused_in_one_live_group(tmp_path: Path, form: str) -> None:
+    old, live = Training(0, steps=1), Training(7, steps=0)
+    for group in old.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    torch_dcp.save(plain_state(old, form), checkpoint_id=str(tmp_path))
+    optimizer = torch.optim.AdamW(live.model.parameters(), lr=torch.tensor(1.0))
+    optimizer.param_groups[0]["initial_lr"] = 0.0
+    assert isinstance(refused(tmp_path, {"model": live.model, "optim": optimizer}), IncompatibleError)
+
+
 def test_two_parameters_of_one_name_are_refused(tmp_path: Path) -> None:
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.1)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join, parse_component
-from holdfast.format.values import Items, Node, Open, Plain, TableNode, Text
+from holdfast.format.values import Items, Node, Open, Plain, TableNode, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.frameworks.optimizer_saving import named_parameters
@@ -36,11 +36,13 @@ class _PlainOptimizer(NamedTuple):
     """What a dict holds: the group of each parameter, with the stored names that say so; and for each name below an
     optimizer of ours, the stored one.
 
-    Parameters have names that are one component: of their number, or of their name in the module.
+    Parameters have names that are one component: of their number, or of their name in the module. `equal` are pairs of
+    stored tensors that are one hyper-parameter here.
     """
 
     group_of: dict[str, tuple[int, Sequence[str]]]
     real: dict[str, str]
+    equal: Sequence[tuple[str, str]] = ()
 
 
 def as_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> BindingSource | None:
@@ -58,6 +60,8 @@ def as_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Bind
     contents = _nested(path, names, source.nodes) or _flat(path, names, source.nodes, live)
     if contents is None:
         return None
+    for first, other in contents.equal:
+        source.require_equal(first, other)
     own = list(dict.fromkeys(entry.name for group in groups for entry in group))
     if all(type(parse_component(name)) is int for name in contents.group_of):
         _check_whole(path, optimizer, source)
@@ -261,30 +265,41 @@ def _flat(
         if key.startswith(f"{_GROUPS}."):
             parameter, _, short = key[len(_GROUPS) + 1 :].rpartition(".")
             hyper.setdefault(parameter, {})[join(short, *filter(None, (below,)))] = name
-    group_of: dict[str, tuple[int, Sequence[str]]] = {}
-    real: dict[str, str] = {}
-    firsts: dict[int, dict[str, Node | None]] = {}
+    contents = _grouped(join(path, _GROUPS), hyper, nodes, live)
+    for (key, _, below), name in zip(keys, names, strict=True):
+        if key.startswith(f"{_STATE}."):
+            parameter, _, slot = key[len(_STATE) + 1 :].rpartition(".")
+            while parameter not in contents.group_of and parameter:
+                parameter, _, more = parameter.rpartition(".")
+                slot = f"{more}.{slot}"
+            if parameter:
+                contents.real[join(path, _STATE, parameter, slot, *filter(None, (below,)))] = name
+    return contents if contents.group_of else None
+
+
+def _grouped(
+    groups: str, hyper: Mapping[str, Mapping[str, str]], nodes: Mapping[str, Node], live: Mapping[str, int]
+) -> _PlainOptimizer:
+    """The groups of the parameters with these stored hyper-parameters; see `_flat`."""
+    contents = _PlainOptimizer({}, {})
+    equal: list[tuple[str, str]] = []
+    firsts: dict[int, tuple[Mapping[str, str], dict[str, Node | None]]] = {}
     others = count(max(live.values(), default=-1) + 1)
     for parameter, given in hyper.items():
         values = {short: nodes.get(name) for short, name in given.items()}
         group = live.get(parameter, -1)
-        if firsts.get(group) == values:
-            group_of[parameter] = group, tuple(given.values())
+        first, known = firsts.get(group, (given, None))
+        if known == values:
+            contents.group_of[parameter] = group, tuple(given.values())
+            tensors = [short for short, node in values.items() if node is None or isinstance(node, TensorRef)]
+            equal += ((first[short], given[short]) for short in tensors)
             continue
         if group < 0 or group in firsts:
             group = next(others)
-        firsts[group] = values
-        group_of[parameter] = group, tuple(given.values())[:1]
-        real.update((join(path, _GROUPS, str(group), short), name) for short, name in given.items())
-    for (key, _, below), name in zip(keys, names, strict=True):
-        if key.startswith(f"{_STATE}."):
-            parameter, _, slot = key[len(_STATE) + 1 :].rpartition(".")
-            while parameter not in group_of and parameter:
-                parameter, _, more = parameter.rpartition(".")
-                slot = f"{more}.{slot}"
-            if parameter:
-                real[join(path, _STATE, parameter, slot, *filter(None, (below,)))] = name
-    return _PlainOptimizer(group_of, real) if group_of else None
+        firsts[group] = given, values
+        contents.group_of[parameter] = group, tuple(given.values())[:1]
+        contents.real.update((join(groups, str(group), short), name) for short, name in given.items())
+    return contents._replace(equal=equal)
 
 
 def _parameter(node: Node | None) -> str | None:
