@@ -84,6 +84,7 @@ def test_the_sharded_tensors_of_fsdp1_load_on_another_number_of_ranks(tmp_path: 
     assert run_ranks(2, _load_under, str(tmp_path / "c"), False)[0] == saved
 
 
+@pytest.mark.slow
 def test_a_job_moves_from_fsdp2_to_fsdp1(tmp_path: Path) -> None:
     saved = run_ranks(2, _save_under, str(tmp_path / "c"), False, False)[0]
     assert run_ranks(3, _load_under, str(tmp_path / "c"), True)[0] == saved

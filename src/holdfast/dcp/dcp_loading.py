@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Final
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.stateful import Stateful
@@ -12,11 +13,18 @@ from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nest
 from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, is_partial, participants, plain_states
 from holdfast.dcp.dcp_storage import source
+from holdfast.errors import IncompatibleError
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
 from holdfast.state.differences import listing
 
 _log = logging.getLogger(__name__)
+
+#: Errors of a load name the arguments of `holdfast.load`, which DCP does not have.
+_ADVICE: Final = (
+    "select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder. Here, "
+    "planner=DefaultLoadPlanner(allow_partial_load=True) leaves alone what the checkpoint does not have."
+)
 
 
 @outer(LOAD)
@@ -50,7 +58,11 @@ def load(
     deadline = Deadline(TIMEOUT_S)
     channel, ranks = participants("dcp.load", process_group, deadline, no_dist=no_dist)
     into = plain_states(state_dict)
-    report = load_over(channel, deadline, target, into, options, ranks=ranks)
+    try:
+        report = load_over(channel, deadline, target, into, options, ranks=ranks)
+    except IncompatibleError as error:
+        error.add_note(_ADVICE)
+        raise
     if report.missing and channel.rank == 0:
         _log.warning("'%s' does not have %s, which keep their contents", target, listing(list(report.missing)))
     for key, filled in into.items():
