@@ -153,6 +153,31 @@ def test_an_error_on_one_rank_is_raised_on_all_also_by_futures(tmp_path: Path) -
     assert found[0].startswith("state.unsupported_leaf ")
 
 
+class BrokenOnOneRank(dcp.Stateful):
+    def state_dict(self) -> dict[str, object]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return {"x": 1}
+
+    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
+
+
+def _fail_in_a_state_dict(folder: str) -> list[str]:
+    dcp.save({"app": {"x": 1}}, checkpoint_id=folder)
+    found = []
+    for call in (dcp.load, dcp.save, dcp.async_save):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            call({"app": BrokenOnOneRank()}, checkpoint_id=folder)
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_state_dict_that_raises_on_one_rank_is_an_error_on_all_at_once(tmp_path: Path) -> None:
+    found = run_ranks(2, _fail_in_a_state_dict, str(tmp_path / "c"))
+    assert found[0] == found[1]
+    assert all("rank 1" in text and "out of memory" in text for text in found[0])
+
+
 def _alone(folder: str) -> float:
     rank = dist.get_rank()
     dcp.save({"x": torch.full((2,), float(rank))}, checkpoint_id=f"{folder}/{rank}", no_dist=True)

@@ -16,6 +16,7 @@ from holdfast.dcp.dcp_storage import source
 from holdfast.errors import IncompatibleError
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
+from holdfast.phases import attempt, done
 from holdfast.state.differences import listing
 
 _log = logging.getLogger(__name__)
@@ -57,7 +58,9 @@ def load(
     options = LoadOptions(strict=not partial, allow_empty=True, ignores_unexpected=True, continues=False)
     deadline = Deadline(TIMEOUT_S)
     channel, ranks = participants("dcp.load", process_group, deadline, no_dist=no_dist)
-    into = plain_states(state_dict)
+    states = attempt(lambda: plain_states(state_dict))
+    channel.confirm("begin", states, deadline)
+    into = done(states)
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
     except IncompatibleError as error:
