@@ -27,7 +27,7 @@ from holdfast.errors import (
 )
 
 if TYPE_CHECKING:
-    from holdfast import data, mapping
+    from holdfast import data, dcp, mapping
     from holdfast.checkpointer import Checkpointer
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.memory_option import Memory
@@ -143,6 +143,7 @@ __all__ = [
     "TransferReport",
     "View",
     "data",
+    "dcp",
     "export",
     "load",
     "ls",
@@ -167,7 +168,7 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version
 
         return version("holdfast")
-    if name in ("data", "mapping"):
+    if name in ("data", "dcp", "mapping"):
         return importlib.import_module(f"holdfast.{name}")
     home = _HOMES.get(name)
     if home is None:

@@ -12,7 +12,8 @@ Ranks that hold different parameters (pipeline stages, experts) add up to one op
 lists its keys, so that ranks with the same group must agree on all of its hyper-parameters.
 
 A load builds the state from the stored slots, in their stored dtype. It does not use ``Optimizer.load_state_dict``,
-which casts fp32 state of a bf16 parameter to bf16, and cannot load into a fresh optimizer, which has no state.
+which casts fp32 state of a bf16 parameter to bf16, and cannot load into a fresh optimizer, which has no state. The
+``state_dict()`` of an optimizer that was saved as a plain dict is read under these names (`optimizer_state_dicts`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from holdfast.frameworks import BindingSource, Finish, Sink
 from holdfast.frameworks.optimizer_loading import bind_optimizer
 from holdfast.frameworks.optimizer_order import describe_order
 from holdfast.frameworks.optimizer_saving import KeptGroups, flatten_optimizer, is_replayed, read_slots, stepped
+from holdfast.frameworks.optimizer_state_dicts import as_optimizer
 
 
 class OptimizerAdapter:
@@ -61,6 +63,8 @@ class OptimizerAdapter:
             return bind_optimizer(path, item, source)
         if node is None:
             source.missing(path)
+        elif (translated := as_optimizer(path, item, source)) is not None:
+            return bind_optimizer(path, item, translated)
         else:
             source.differs(path, "an optimizer")
         return lambda: item

@@ -164,8 +164,21 @@ def load_from_storage(
     """As `load`, with checked arguments, for a call that may be inside another one of the library."""
     deadline = Deadline(timeout_s)
     channel = default_channel("load", group, deadline=deadline)
+    return load_over(channel, deadline, target, into, options, ranks=group_ranks(group))
+
+
+def load_over(
+    channel: Channel,
+    deadline: Deadline,
+    target: Selection,
+    into: Mapping[str, object],
+    options: LoadOptions,
+    *,
+    ranks: Sequence[int],
+) -> LoadReport:
+    """As `load_from_storage`, over a channel between the global `ranks`."""
     with TimedStore(open_store(target.location), timeout_s=deadline.for_storage_s) as storage:
-        loading = Loading(channel, deadline, storage, group_ranks(group), options)
+        loading = Loading(channel, deadline, storage, ranks, options)
         try:
             report = loading.run(target, into)
         finally:
@@ -335,7 +348,8 @@ class Loading:
 
     def _is_whole(self, bound: _BoundLoad, names: Names, filling: Filling) -> bool:
         """Whether everything stored was loaded unchanged, and everything live was filled."""
-        if self._options.mapping or filling.cast or names.missing or names.unexpected:
+        options = self._options
+        if options.mapping or options.ignores_unexpected or filling.cast or names.missing or names.unexpected:
             return False
         if bound.opened.checkpoint.record.place is None:  # of another system: no run has it
             return False
@@ -433,7 +447,14 @@ class Loading:
             strict=False,
             rank=self._channel.rank,
             world_size=self._channel.world_size,
-            terms=Terms(select, cast, table.equal, table.partly_kept(), is_strict=options.strict),
+            terms=Terms(
+                select,
+                cast,
+                table.equal,
+                table.partly_kept(),
+                is_strict=options.strict,
+                ignores_unexpected=options.ignores_unexpected,
+            ),
             device=options.device,
         )
         return _BoundLoad(opened, binding, table, Names.of(binding, {"select": select, "cast": cast}))

@@ -30,6 +30,7 @@ class LoadOptions:
         verify: bool = True,
         *,
         allow_empty: bool = False,
+        ignores_unexpected: bool = False,
         continues: bool | None = None,
         device: str | torch.device | None = None,
         memory: int = MEMORY_NBYTES,
@@ -49,6 +50,8 @@ class LoadOptions:
         self.mapping = checked_rules(() if mapping is None else mapping)
         self.strict = strict
         self.allow_empty = allow_empty
+        #: Whether a checkpoint may have more than the live state, also in a strict load.
+        self.ignores_unexpected = ignores_unexpected
         self.fallback = fallback
         self.verify = verify
         self.continues = continues

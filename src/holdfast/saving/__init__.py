@@ -38,7 +38,7 @@ from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
-from holdfast.run.session import JOB, NEVER_LOADED
+from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.saving.messages import ANSWERS, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.shares import share_in, write_share
@@ -136,10 +136,43 @@ def save_to_storage(
     metrics; with `is_strict`, copies that differ are always an error."""
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
+    ranks = group_ranks(group)
+    return save_over(
+        channel,
+        deadline,
+        location,
+        state,
+        step,
+        ranks=ranks,
+        numbers=numbers,
+        select=select,
+        takeover=takeover,
+        is_strict=is_strict,
+        sources=JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED,  # only rank 0 asks
+        known=_known.setdefault((location.url, ranks), StoredPlanCache()),
+    )
+
+
+def save_over(
+    channel: Channel,
+    deadline: Deadline,
+    location: Location,
+    state: Mapping[str, object],
+    step: int,
+    *,
+    ranks: Sequence[int],
+    numbers: dict[str, float],
+    select: Globs | None,
+    takeover: bool,
+    is_strict: bool,
+    sources: Sources,
+    known: StoredPlanCache,
+) -> SaveReport:
+    """As `save_to_storage`, over a channel between the global `ranks`. `sources` are the loads that filled the state,
+    and `known` is the plan of the last save, which is updated."""
     with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
-        sources = JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
-        report = _Saving(channel, deadline, request, group_ranks(group), select, is_strict=is_strict).run(state)
+        report = _Saving(channel, deadline, request, ranks, select, known, is_strict=is_strict).run(state)
     channel.await_readers(deadline)
     if channel.rank == 0 and not state and not report.num_tensors:
         LOG.warning("the state of step %d is empty, so its checkpoint holds nothing", step)
@@ -211,6 +244,7 @@ class _Saving:
         request: SaveRequest,
         ranks: Sequence[int],
         select: Globs | None,
+        known: StoredPlanCache,
         *,
         is_strict: bool,
     ) -> None:
@@ -221,8 +255,7 @@ class _Saving:
         self._storage = request.storage
         self._rank = ranks[channel.rank]
         self._watch = Stopwatch()
-        key = (request.storage.location.url, tuple(ranks))
-        self._known = _known.setdefault(key, StoredPlanCache())
+        self._known = known
         self._placing = StoredPlace(request, num_ranks=len(ranks))
         what = f"step {request.step}"
         equal = partial(request.sources.made_equal, ranks)

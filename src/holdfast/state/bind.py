@@ -112,7 +112,7 @@ class _Binder:
         device: torch.device | None,
     ) -> None:
         self._select, self._is_selected = terms.select, terms.selects
-        self.is_strict = terms.is_strict
+        self.is_strict, self._ignores_unexpected = terms.is_strict, terms.ignores_unexpected
         #: The nodes that adapters see: for modules only the selected ones. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
         self._all_nodes = nodes
@@ -183,6 +183,8 @@ class _Binder:
 
     def _unexpected(self) -> Iterator[str]:
         """The unused names of tensors, of values, and of whole `PerRank` entries."""
+        if self._ignores_unexpected:
+            return
         for name in {*self._stored, *self.nodes} - self._matcher.used:
             if own_part(name) not in self._own_parts:
                 continue

@@ -26,6 +26,7 @@ from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
 from holdfast.state.piecewise_layouts import describe
 from holdfast.state.registered_types import Registration, any_registered, registered
+from holdfast.state.sharded_tensors import any_sharded, in_pieces, is_sharded
 from holdfast.wording import with_article
 
 _dtype_of = attrgetter("dtype")
@@ -60,7 +61,12 @@ class TensorBinder:
         self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
 
     def fill(self, entry: NamedTensor) -> None:
-        """As `BindingSource.fill`. A tensor of a registered type is filled by its planes."""
+        """As `BindingSource.fill`. A tensor of a registered type is filled by its planes, a ``ShardedTensor`` by its
+        shards."""
+        if is_sharded(entry.tensor):
+            if self._select is None or entry.name in self._select:
+                self.fill_pieces(entry.name, in_pieces(entry.name, entry.tensor))
+            return
         registration = registered(entry.tensor)
         if registration is None:
             if self._select is not None and entry.name not in self._select and not is_describable(entry.tensor):
@@ -87,7 +93,8 @@ class TensorBinder:
 
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `BindingSource.fill_all`."""
-        if self._select is None and not any_registered({type(entry.tensor) for entry in entries}):
+        kinds = {type(entry.tensor) for entry in entries}
+        if self._select is None and not any_registered(kinds) and not any_sharded(kinds):
             self._pending += entries
         else:
             for entry in entries:

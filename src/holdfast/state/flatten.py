@@ -37,6 +37,7 @@ from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise_layouts import describe
 from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
+from holdfast.state.sharded_tensors import any_sharded, in_pieces, is_sharded
 from holdfast.wording import count, kind_of, with_article
 
 _TENSOR = TensorRef()
@@ -487,6 +488,12 @@ class Walk:
         for entry in entries if self._per_rank else ():
             if is_dtensor(entry.tensor) and own_part(entry.name):
                 raise unsupported_tensor(entry.name, entry.tensor, "parts on several ranks, but is in a PerRank")
+        if any_sharded(map(type, map(_tensor_of, entries))):
+            for entry in entries:
+                if is_sharded(entry.tensor):
+                    self.node(entry.name, _TENSOR)
+                    self._piecewise[entry.name] = in_pieces(entry.name, entry.tensor)
+            entries = [entry for entry in entries if not is_sharded(entry.tensor)]
         self.tensors(entries)
         for entry in entries:
             self._nodes.setdefault(entry.name, _TENSOR)

@@ -27,6 +27,7 @@ from holdfast.frameworks.registry import adapter_of
 from holdfast.run.session import FilledMemory, Identity, StatePart
 from holdfast.state.local_placements import local_parts
 from holdfast.state.per_rank import PerRank
+from holdfast.state.sharded_tensors import is_sharded
 
 #: The number for memory that cannot be recognised; no storage has this address.
 _UNKNOWN: Final = 0
@@ -187,9 +188,12 @@ def _numbers_in(item: object) -> list[int]:
 
 def _numbers_of_loose(items: Sequence[torch.Tensor | Piecewise]) -> list[int]:
     """The numbers by which the local memory of loose tensors is recognised."""
-    storages = _storages(local_parts([item for item in items if isinstance(item, torch.Tensor)]))
+    whole = [item for item in items if isinstance(item, torch.Tensor) and not is_sharded(item)]
+    storages = _storages(local_parts(whole))
     numbers = [_UNKNOWN if storage is None else storage._cdata for storage in storages]  # noqa: SLF001
     for item in items:
         if isinstance(item, Piecewise):
             numbers += _numbers_of([memory for _, memory in item.pieces]) or [_UNKNOWN]
+        elif is_sharded(item):
+            numbers += _numbers_of([shard.tensor for shard in item.local_shards()]) or [_UNKNOWN]
     return numbers

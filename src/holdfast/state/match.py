@@ -38,7 +38,8 @@ class Terms(NamedTuple):
     as missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Two fields
     come from a mapping: `equal` gives for a stored name other stored tensors that must be equal to that one, and `kept`
     has the stored tensors that fill only a part of a live one, which keeps the rest. With `is_strict`, optimizers must
-    be of the class that was saved.
+    be of the class that was saved. With `ignores_unexpected`, no stored name counts as unexpected, and values that the
+    live state does not have are not looked up.
     """
 
     select: Globs | None = None
@@ -46,6 +47,7 @@ class Terms(NamedTuple):
     equal: Mapping[str, Sequence[str]] = MappingProxyType({})
     kept: Collection[str] = ()
     is_strict: bool = True
+    ignores_unexpected: bool = False
 
     def selects(self, name: str) -> bool:
         """Whether the load fills what has this name."""
