@@ -62,10 +62,12 @@ def export(
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
     state's only module, ``"peft"`` those of them that an adapter has, and ``"dcp"`` everything, values too. ``"hf"``
     leaves out the containers that all names lie in, so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and
-    writes a tied tensor once. `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless
-    it is one tensor. `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for
-    ``"hf"``. For ``"peft"`` it is needed: a folder whose ``adapter_config.json`` is copied, and says which names the
-    weights get. `adapter` says which adapter of the model is written, where it has several.
+    writes a tied tensor once. `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has
+    more than `shard_nbytes` bytes of tensors, unless it is one tensor or an adapter.
+
+    `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for ``"hf"``; the copied
+    ``config.json`` names `dtype`, where that is given. ``"peft"`` needs it: a folder whose ``adapter_config.json`` is
+    copied, and says which names the weights get. `adapter` says which adapter is written, where the model has several.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -86,7 +88,7 @@ def export(
         state = found.state
         choice = choose(state, select=globs, rules=rules, model_only=to != "dcp", is_mapped=bool(mapping))
         check_equal(state, choice.equal)
-        folder = _folder(choice, to, state.record.identity, limit, config, adapter)
+        folder = _folder(choice, to, state.record.identity, limit, config, dtype=dtype, adapter=adapter)
         return _written(state, folder, open_store(location_of(os.fspath(dst))), to, len(choice.values), began)
     finally:
         if lease is not None:
@@ -137,6 +139,8 @@ def _folder(
     identity: str,
     shard_nbytes: int,
     config: str | os.PathLike[str] | None,
+    *,
+    dtype: str | None,
     adapter: str | None,
 ) -> NewFolder:
     if to == "dcp":
@@ -147,7 +151,7 @@ def _folder(
     if to == "peft":
         assert source is not None
         return peft_folder(choice, identity=identity, config=source, adapter=adapter)
-    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source)
+    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
 
 
 def _written(

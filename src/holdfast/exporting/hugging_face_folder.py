@@ -12,6 +12,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit, without_common_container
 from holdfast.exporting.chosen_values import plain_key
 from holdfast.exporting.element_source import TensorSegment
+from holdfast.exporting.model_config import config_with_dtype
 from holdfast.exporting.new_folder import NewFile, NewFolder
 from holdfast.format.container import ALIGNMENT
 from holdfast.format.dtypes import DTYPES
@@ -49,8 +50,11 @@ _MAX_COPIED_NBYTES: Final = 256 << 20
 _EMBEDDINGS: Final = ("shared", "wte", "emb")
 
 
-def hugging_face_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int, config: Path | None) -> NewFolder:
-    """The folder for the chosen tensors, in files of at most `shard_nbytes` bytes of tensors, or of one tensor.
+def hugging_face_folder(
+    choice: ChosenContent, *, identity: str, shard_nbytes: int, config: Path | None, dtype: str | None
+) -> NewFolder:
+    """The folder for the chosen tensors, in files of at most `shard_nbytes` bytes of tensors, or of one tensor. `dtype`
+    is what the copied configuration says of their dtype; None leaves it as it is.
 
     Raises `IncompatibleError`, code ``incompatible.export``, for dtypes that safetensors lacks and names that meet, and
     `ConfigurationError`, code ``config.export``, for a `config` folder without a configuration.
@@ -60,7 +64,7 @@ def hugging_face_folder(choice: ChosenContent, *, identity: str, shard_nbytes: i
     total = len(shards)
     homes = [_SINGLE] if total < 2 else [f"model-{at:05d}-of-{total:05d}.safetensors" for at in range(1, total + 1)]
     files = [safetensors_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
-    copied = {} if config is None else copied_files(config, needed=_CONFIG, others=_COPIED)
+    copied = {} if config is None else _configuration(config, dtype)
     last = {} if total < 2 else {_INDEX: _index(homes, shards, names)}
     return NewFolder(identity, copied, files, last, len(choice.tensors))
 
@@ -149,6 +153,16 @@ def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(pairs))}
     return (json.dumps(index, indent=2) + "\n").encode("ascii")
+
+
+def _configuration(folder: Path, dtype: str | None) -> dict[str, bytes]:
+    copied = copied_files(folder, needed=_CONFIG, others=_COPIED)
+    if dtype is not None:
+        try:
+            copied[_CONFIG] = config_with_dtype(copied[_CONFIG], dtype)
+        except ValueError as error:
+            raise no_config(folder, f"has a malformed {_CONFIG} ({error!s:.200})") from error
+    return copied
 
 
 def copied_files(folder: Path, *, needed: str, others: Sequence[str] = ()) -> dict[str, bytes]:
