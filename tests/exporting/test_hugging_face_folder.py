@@ -211,6 +211,44 @@ def test_names_and_elements_that_do_not_fit_are_refused_before_anything_is_writt
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a": 1e-05, "dtype": "float32", "z": "\u00e4"}, {"a": 1e-05, "dtype": "bfloat16", "z": "\u00e4"}),
+        ({"torch_dtype": "float16", "b": [1]}, {"torch_dtype": "bfloat16", "b": [1]}),
+        ({"b": None}, {"b": None, "dtype": "bfloat16"}),
+        (
+            {"dtype": None, "text_config": {"dtype": "float32"}, "quantization_config": {"dtype": "int4"}},
+            {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "quantization_config": {"dtype": "int4"}},
+        ),
+        ({"dtype": "bfloat16", "vocabulary": {"dtype": "x"}}, {"dtype": "bfloat16", "vocabulary": {"dtype": "x"}}),
+    ],
+)
+def test_the_copied_configuration_names_the_dtype_of_the_export_and_keeps_the_rest(
+    divided: Path, tmp_path: Path, before: dict[str, object], after: dict[str, object]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(before))
+    holdfast.export(divided, tmp_path / "hf", dtype="bfloat16", config=source)
+    written = (tmp_path / "hf" / "config.json").read_text()
+    assert list(json.loads(written).items()) == list(after.items())
+    assert (written == json.dumps(before)) == (before == after)
+    holdfast.export(divided, tmp_path / "same", config=source)
+    assert (tmp_path / "same" / "config.json").read_text() == json.dumps(before)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_malformed_configuration_is_refused_where_a_dtype_goes_into_it(
+    divided: Path, tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigurationError, match=r"has a malformed config\.json") as caught:
+        holdfast.export(divided, tmp_path / "hf", dtype="bfloat16", config=tmp_path)
+    assert caught.value.code == "config.export"
+    assert not (tmp_path / "hf").exists()
+
+
 def test_the_configuration_and_the_tokenizer_are_copied(divided: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -50,7 +50,9 @@ def test_from_pretrained_finds_every_weight_of_an_exported_model(
     holdfast.export(tmp_path / "run", folder, dtype=dtype, shard_nbytes=shard_nbytes, config=tmp_path / "config")
     assert ((folder / "model.safetensors.index.json").exists()) == (shard_nbytes == 5_000)
     wanted = torch.float32 if dtype is None else torch.bfloat16
-    loaded, found = KINDS[kind].from_pretrained(folder, dtype=wanted, output_loading_info=True)
+    chosen = {"dtype": wanted} if dtype is None else {}  # the exported configuration says it
+    loaded, found = KINDS[kind].from_pretrained(folder, **chosen, output_loading_info=True)
+    assert loaded.dtype == loaded.config.dtype == wanted
     assert not any(found.values()), found
     expected = {name: bits(tensor.to(wanted)) for name, tensor in model.state_dict().items()}
     assert {name: bits(tensor) for name, tensor in loaded.state_dict().items()} == expected

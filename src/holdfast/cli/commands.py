@@ -182,7 +182,9 @@ def export(
     *,
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="hf: safetensors for Hugging Face; dcp: for PyTorch's dcp.load."),
+        typer.Option(
+            "--to", metavar="FORMAT", help="hf: safetensors for Hugging Face; peft: an adapter; dcp: PyTorch DCP."
+        ),
     ],
     select: Annotated[
         list[str] | None,
@@ -197,14 +199,15 @@ def export(
     ] = "5GB",
     config: Annotated[
         str,
-        typer.Option("--config", metavar="FOLDER", help="With hf: copy config.json and the tokenizer of this folder."),
+        typer.Option("--config", metavar="FOLDER", help="With hf, peft: copy the configuration in this folder."),
     ] = "",
+    adapter: Annotated[str, typer.Option("--adapter", metavar="NAME", help="With peft: the adapter to write.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint for another system: Hugging Face or PyTorch DCP. Call it again to go on after a failure."""
+    """Write a checkpoint for Hugging Face, PEFT or PyTorch DCP. Call it again to go on after a failure."""
     from holdfast.cli.export import ExportOptions, export
 
-    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config)
+    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config, adapter)
     export(path, dst, options, as_json=as_json)
 
 

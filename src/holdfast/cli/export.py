@@ -24,6 +24,7 @@ class ExportOptions(NamedTuple):
     dtype: str
     shard_size: str
     config: str
+    adapter: str
 
 
 class ExportDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ def export(path: str, dst: str, options: ExportOptions, *, as_json: bool) -> Non
             dtype=options.dtype or None,
             shard_nbytes=shard_nbytes,
             config=options.config or None,
+            adapter=options.adapter or None,
         )
     except ValueError as error:  # a dtype or a glob that is wrong by itself
         raise _invalid(f"{error}.", "Correct the option.") from error

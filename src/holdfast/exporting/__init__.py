@@ -16,6 +16,7 @@ from holdfast.exporting.chosen_tensors import ChosenContent, choose
 from holdfast.exporting.element_source import check_equal
 from holdfast.exporting.hugging_face_folder import hugging_face_folder
 from holdfast.exporting.new_folder import NewFolder, write_folder
+from holdfast.exporting.peft_folder import peft_folder
 from holdfast.format.patterns import Globs
 from holdfast.interop.formats import find_state
 from holdfast.mapping import Cast, Rule
@@ -34,7 +35,7 @@ __all__ = ["export"]
 
 #: Most bytes of tensors in one new file, as Hugging Face has it.
 SHARD_NBYTES: Final = 5_000_000_000
-_FORMATS: Final = ("hf", "dcp")
+_FORMATS: Final = ("hf", "peft", "dcp")
 
 
 def export(
@@ -47,21 +48,26 @@ def export(
     dtype: str | None = None,
     shard_nbytes: int = SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
 ) -> ExportReport:
     """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
-    Hugging Face's loaders read them, or ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``.
+    Hugging Face's loaders read them, ``"peft"``, the weights of one adapter as `PeftModel.from_pretrained` reads them,
+    or ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``.
 
-    Blocking. Call it in one process. Needs no model and no GPU, and no torch for ``"hf"``. Reads each stored block once
-    and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are durable on
+    Blocking. Call it in one process. Needs no model and no GPU; only ``"dcp"`` needs torch. Reads each stored block
+    once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are durable on
     return, and the index (``.metadata``) is written last. After an interruption the same call continues, and keeps the
     files that are finished.
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
-    state's only module, and ``"dcp"`` everything, values too. ``"hf"`` leaves out the containers that all names lie in,
-    so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once. `dtype` converts all
-    floating tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless
-    it is one tensor. `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for
-    ``"hf"`` only.
+    state's only module, ``"peft"`` those of them that an adapter has, and ``"dcp"`` everything, values too. ``"hf"``
+    leaves out the containers that all names lie in, so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and
+    writes a tied tensor once. `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has
+    more than `shard_nbytes` bytes of tensors, unless it is one tensor or an adapter.
+
+    `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for ``"hf"``; the copied
+    ``config.json`` names `dtype`, where that is given. ``"peft"`` needs it: a folder whose ``adapter_config.json`` is
+    copied, and says which names the weights get. `adapter` says which adapter is written, where the model has several.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -71,7 +77,7 @@ def export(
         CorruptError: stored bytes are damaged.
         StorageError: the disk is full, or a store failed.
     """
-    _check_format(to, config)
+    _check_format(to, config, adapter)
     rules = _rules(mapping, dtype)
     globs = None if select is None else Globs(select)
     least = "files without room for tensors are none"
@@ -80,28 +86,39 @@ def export(
     lease = None if found.located is None else leased(found.located)
     try:
         state = found.state
-        choice = choose(state, select=globs, rules=rules, model_only=to == "hf", is_mapped=bool(mapping))
+        choice = choose(state, select=globs, rules=rules, model_only=to != "dcp", is_mapped=bool(mapping))
         check_equal(state, choice.equal)
-        folder = _folder(choice, to, state.record.identity, limit, config)
-        counts = len(choice.tensors), len(choice.values)
-        return _written(state, folder, open_store(location_of(os.fspath(dst))), to, counts, began)
+        folder = _folder(choice, to, state.record.identity, limit, config, dtype=dtype, adapter=adapter)
+        return _written(state, folder, open_store(location_of(os.fspath(dst))), to, len(choice.values), began)
     finally:
         if lease is not None:
             lease.end()
 
 
-def _check_format(to: str, config: object) -> None:
+def _check_format(to: str, config: object, adapter: object) -> None:
     if to not in _FORMATS:
         raise ConfigurationError(
             f"{to!r} is no format that holdfast writes.",
             code="config.export",
             action=f"Choose one of {', '.join(_FORMATS)}.",
         )
-    if to != "hf" and config is not None:
+    if to == "dcp" and config is not None:
         raise ConfigurationError(
             f"a folder of {to} has no configuration of a model.",
             code="config.export",
             action="Leave out config (--config), or export to hf.",
+        )
+    if to == "peft" and config is None:
+        raise ConfigurationError(
+            "an adapter needs its configuration.",
+            code="config.export",
+            action="Name a folder that has adapter_config.json: config (--config).",
+        )
+    if to != "peft" and adapter is not None:
+        raise ConfigurationError(
+            f"a folder of {to} is not that of an adapter.",
+            code="config.export",
+            action="Leave out adapter (--adapter), or export to peft.",
         )
 
 
@@ -117,18 +134,28 @@ def _rules(mapping: Sequence[Rule] | None, dtype: str | None) -> tuple[Rule, ...
 
 
 def _folder(
-    choice: ChosenContent, to: str, identity: str, shard_nbytes: int, config: str | os.PathLike[str] | None
+    choice: ChosenContent,
+    to: str,
+    identity: str,
+    shard_nbytes: int,
+    config: str | os.PathLike[str] | None,
+    *,
+    dtype: str | None,
+    adapter: str | None,
 ) -> NewFolder:
     if to == "dcp":
         from holdfast.exporting.dcp_folder import dcp_folder  # it imports torch, which no other format needs
 
         return dcp_folder(choice, identity=identity, shard_nbytes=shard_nbytes)
     source = None if config is None else Path(config)
-    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source)
+    if to == "peft":
+        assert source is not None
+        return peft_folder(choice, identity=identity, config=source, adapter=adapter)
+    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
 
 
 def _written(
-    state: StoredState, folder: NewFolder, storage: Store, to: str, counts: tuple[int, int], began: float
+    state: StoredState, folder: NewFolder, storage: Store, to: str, num_values: int, began: float
 ) -> ExportReport:
     with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
         written = write_folder(storage, folder, state, advance=advance)
@@ -137,8 +164,8 @@ def _written(
         place=str(state.record.place or ""),
         path=storage.location.url,
         to=to,
-        num_tensors=counts[0],
-        num_values=counts[1],
+        num_tensors=folder.num_tensors,
+        num_values=num_values,
         files=tuple(file.name for file in folder.files),
         kept=written.kept,
         written_nbytes=written.nbytes,

@@ -61,7 +61,7 @@ def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> Ne
             metadata.state_dict_metadata[keys[name]] = described
             for index, (chunk, info) in enumerate(zip(chunks, stored, strict=True)):
                 metadata.storage_data[MetadataIndex(keys[name], chunk.offsets, index)] = info
-    return NewFolder(identity, {}, files.finished(), {_METADATA: pickle.dumps(metadata)})
+    return NewFolder(identity, {}, files.finished(), {_METADATA: pickle.dumps(metadata)}, len(choice.tensors))
 
 
 def _keys(paths: Mapping[str, KeyPath]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from holdfast.errors import ConfigurationError
 from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit, without_common_container
 from holdfast.exporting.chosen_values import plain_key
 from holdfast.exporting.element_source import TensorSegment
+from holdfast.exporting.model_config import config_with_dtype
 from holdfast.exporting.new_folder import NewFile, NewFolder
 from holdfast.format.container import ALIGNMENT
 from holdfast.format.dtypes import DTYPES
@@ -35,7 +36,6 @@ _MAX_HEADER_NBYTES: Final = 100_000_000
 _CONFIG: Final = "config.json"
 #: The files of a model folder beside its weights.
 _COPIED: Final = (
-    _CONFIG,
     "generation_config.json",
     "*token*.json",
     "vocab.*",
@@ -50,8 +50,11 @@ _MAX_COPIED_NBYTES: Final = 256 << 20
 _EMBEDDINGS: Final = ("shared", "wte", "emb")
 
 
-def hugging_face_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int, config: Path | None) -> NewFolder:
-    """The folder for the chosen tensors, in files of at most `shard_nbytes` bytes of tensors, or of one tensor.
+def hugging_face_folder(
+    choice: ChosenContent, *, identity: str, shard_nbytes: int, config: Path | None, dtype: str | None
+) -> NewFolder:
+    """The folder for the chosen tensors, in files of at most `shard_nbytes` bytes of tensors, or of one tensor. `dtype`
+    is what the copied configuration says of their dtype; None leaves it as it is.
 
     Raises `IncompatibleError`, code ``incompatible.export``, for dtypes that safetensors lacks and names that meet, and
     `ConfigurationError`, code ``config.export``, for a `config` folder without a configuration.
@@ -60,10 +63,10 @@ def hugging_face_folder(choice: ChosenContent, *, identity: str, shard_nbytes: i
     shards = list(_shards(choice.tensors, shard_nbytes))
     total = len(shards)
     homes = [_SINGLE] if total < 2 else [f"model-{at:05d}-of-{total:05d}.safetensors" for at in range(1, total + 1)]
-    files = [_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
-    copied = {} if config is None else _copied(config)
+    files = [safetensors_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
+    copied = {} if config is None else _configuration(config, dtype)
     last = {} if total < 2 else {_INDEX: _index(homes, shards, names)}
-    return NewFolder(identity, copied, files, last)
+    return NewFolder(identity, copied, files, last, len(choice.tensors))
 
 
 def _names(chosen: Sequence[ChosenTensor]) -> dict[str, str]:
@@ -100,7 +103,12 @@ def _shards(chosen: Sequence[ChosenTensor], shard_nbytes: int) -> Iterator[list[
     yield shard
 
 
-def _file(home: str, shard: Sequence[ExportTensor], names: Mapping[str, str]) -> NewFile:
+def safetensors_file(home: str, shard: Sequence[ExportTensor], names: Mapping[str, str]) -> NewFile:
+    """The file `home` with the tensors of `shard`, which get the names that `names` has for theirs.
+
+    Raises `IncompatibleError`, code ``incompatible.export``, for dtypes that safetensors lacks, and
+    `ConfigurationError`, code ``config.export``, for more names than a header has room for.
+    """
     segments, entries, offset = [], {}, 0
     for tensor in shard:
         code = _CODES.get(tensor.dtype)
@@ -147,24 +155,38 @@ def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names
     return (json.dumps(index, indent=2) + "\n").encode("ascii")
 
 
-def _copied(folder: Path) -> dict[str, bytes]:
-    """The configuration, generation settings and tokenizer in a model folder, by name."""
+def _configuration(folder: Path, dtype: str | None) -> dict[str, bytes]:
+    copied = copied_files(folder, needed=_CONFIG, others=_COPIED)
+    if dtype is not None:
+        try:
+            copied[_CONFIG] = config_with_dtype(copied[_CONFIG], dtype)
+        except ValueError as error:
+            raise no_config(folder, f"has a malformed {_CONFIG} ({error!s:.200})") from error
+    return copied
+
+
+def copied_files(folder: Path, *, needed: str, others: Sequence[str] = ()) -> dict[str, bytes]:
+    """The file `needed` of a folder, and those whose names match `others`, by name.
+
+    Raises `ConfigurationError`, code ``config.export``, for a folder without it, and for more than 256 MiB.
+    """
     try:
         names = sorted(path.name for path in folder.iterdir() if path.is_file())
-        if _CONFIG not in names:
-            raise _no_config(folder, f"holds no {_CONFIG}")
-        chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in _COPIED)]
+        if needed not in names:
+            raise no_config(folder, f"holds no {needed}")
+        chosen = [name for name in names if any(fnmatchcase(name, pattern) for pattern in (needed, *others))]
         if sum((folder / name).stat().st_size for name in chosen) > _MAX_COPIED_NBYTES:
-            raise _no_config(folder, "holds configuration files of more than 256 MiB")
+            raise no_config(folder, "holds configuration files of more than 256 MiB")
         return {name: (folder / name).read_bytes() for name in chosen}
     except OSError as error:
-        raise _no_config(folder, f"cannot be read: {error.strerror or error}") from error
+        raise no_config(folder, f"cannot be read: {error.strerror or error}") from error
 
 
-def _no_config(folder: Path, what: str) -> ConfigurationError:
+def no_config(folder: Path, what: str) -> ConfigurationError:
+    """The error for a folder whose configuration is not one; `what` follows its path."""
     return ConfigurationError(
         f"{folder} {what}.",
         code="config.export",
-        action="Name a folder with the configuration of the model, as save_pretrained writes it.",
+        action="Name a folder with the configuration, as save_pretrained writes it.",
         path=str(folder),
     )

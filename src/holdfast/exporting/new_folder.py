@@ -77,13 +77,14 @@ class NewFile:
 class NewFolder:
     """The content of a folder: small files that come first, the files with the tensors, and small ones that come last.
 
-    `identity` is that of the state that the tensors come from.
+    `identity` is that of the state that the tensors come from, and `num_tensors` counts them.
     """
 
     identity: str
     first: Mapping[str, bytes]
     files: Sequence[NewFile]
     last: Mapping[str, bytes]
+    num_tensors: int
 
     @property
     def names(self) -> list[str]:

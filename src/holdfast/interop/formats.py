@@ -16,6 +16,7 @@ from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
 from holdfast.interop.hugging_face import HuggingFaceFormat
+from holdfast.interop.peft_adapters import PeftFormat
 from holdfast.interop.torch_files import TorchFileFormat
 from holdfast.interop.torchsnapshot import TorchSnapshotFormat
 from holdfast.interop.weight_files import INDEX_SUFFIX
@@ -30,6 +31,7 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
     ByteCheckpointFormat(),
     DcpFormat(),
     TorchSnapshotFormat(),
+    PeftFormat(),
     HuggingFaceFormat(),
     DeepSpeedFormat(),
     TorchFileFormat(),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 import numpy as np
 import xxhash
 
 from holdfast.format.names import component, shown
+from holdfast.format.values import Node
 from holdfast.geometry import Int64s
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces
@@ -36,14 +37,22 @@ class HuggingFaceFormat:
         headers = {file: read_header(folder.storage, file) for file in files}
         if index is not None:
             check_index(folder, index, {(each.name, file) for file in files for each in headers[file].tensors})
-        return _state(folder, headers)
+        return state_of_headers(folder, headers)
 
 
-def _state(folder: ForeignFolder, headers: Mapping[str, Header]) -> ForeignState:
+def state_of_headers(
+    folder: ForeignFolder,
+    headers: Mapping[str, Header],
+    *,
+    kind: str = HuggingFaceFormat.kind,
+    name_of: Callable[[str], str] = component,
+    nodes: Mapping[str, Node] | None = None,
+) -> ForeignState:
+    """The state in the safetensors files that have `headers`. `name_of` makes the name of a tensor from its key."""
     homes: dict[str, tuple[int, HeaderTensor]] = {}
     for number, (file, header) in enumerate(headers.items()):
         for tensor in header.tensors:
-            name = component(tensor.name)
+            name = name_of(tensor.name)
             if name in homes:
                 what = f"holds tensor {shown(tensor.name)} a second time"
                 raise damaged(folder.path(file), what, tensor=tensor.name)
@@ -61,7 +70,7 @@ def _state(folder: ForeignFolder, headers: Mapping[str, Header]) -> ForeignState
     for file, header in headers.items():
         digest.update(f"{file}\0{header.nbytes}\0".encode(errors="surrogateescape"))
         digest.update(header.text)
-    return ForeignState(folder, places, list(headers), kind=HuggingFaceFormat.kind, identity=digest.hexdigest())
+    return ForeignState(folder, places, list(headers), kind=kind, identity=digest.hexdigest(), nodes=nodes)
 
 
 def _whole(name: str, file: int, tensor: HeaderTensor) -> ForeignTensor:
