@@ -70,6 +70,7 @@ def state_of_headers(
     for file, header in headers.items():
         digest.update(f"{file}\0{header.nbytes}\0".encode(errors="surrogateescape"))
         digest.update(header.text)
+    digest.update("\0".join(names).encode(errors="surrogateescape"))  # peft's depend on another file
     return ForeignState(folder, places, list(headers), kind=kind, identity=digest.hexdigest(), nodes=nodes)
 
 
