@@ -57,7 +57,7 @@ def state_of(accelerator: Accelerator, *, names: Mapping[str, object] | None = N
         if kind != "loader":
             state |= naming.named(kind, items)
     for name, loader in naming.followed(parts["loader"]).items():
-        followed = FollowedLoader(loader, world_size=accelerator.num_processes)
+        followed = FollowedLoader.of(loader, world_size=accelerator.num_processes)
         state[name] = {"position": followed, "random": PerRank(followed.random, on_resize="first")}
     if accelerator.scaler is not None and accelerator.scaler.is_enabled():
         state["scaler"] = accelerator.scaler

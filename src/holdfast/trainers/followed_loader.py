@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 #: The number of batches of a pass that began in the middle of its epoch.
 _BY_SAMPLES: Final = -1
+#: The attribute of a loader that is followed.
+_KNOWN: Final = "_holdfast_position"
 
 
 class _Place(NamedTuple):
@@ -44,8 +46,18 @@ class FollowedLoader:
     `ConfigurationError`, code ``config.batch``, at its next batch.
     """
 
+    @classmethod
+    def of(cls, loader: Any, *, world_size: int) -> FollowedLoader:
+        """The position of the loop in `loader`; the same object in each call, because the loader counts once."""
+        known = vars(loader).get(_KNOWN)
+        if known is None:
+            _refuse_order(loader)
+            known = cls(loader, world_size=world_size)
+            setattr(loader, _KNOWN, known)
+        assert isinstance(known, FollowedLoader)
+        return known
+
     def __init__(self, loader: Any, *, world_size: int) -> None:
-        _refuse_order(loader)
         self.random = PassRandom(loader, self)
         self._loader = loader
         self._shape = shape_of(loader, world_size=world_size, per_rank=loader.batch_size or 1)
