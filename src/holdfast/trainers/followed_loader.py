@@ -30,7 +30,7 @@ _BY_SAMPLES: Final = -1
 _KNOWN: Final = "_holdfast_position"
 
 
-class _Place(NamedTuple):
+class PassPlace(NamedTuple):
     """The place after some batches of a pass. `samples` are those of the epoch that come before it."""
 
     epoch: int
@@ -61,9 +61,9 @@ class FollowedLoader:
         self.random = PassRandom(loader, self)
         self._loader = loader
         self._shape = shape_of(loader, world_size=world_size, per_rank=loader.batch_size or 1)
-        self._place = _Place(loader.iteration, 0, 0)
+        self._place = PassPlace(loader.iteration, 0, 0)
         #: The place and the shape of the loader that were loaded, until a pass begins there.
-        self._loaded: tuple[_Place, LoaderShape] | None = None
+        self._loaded: tuple[PassPlace, LoaderShape] | None = None
         self._num_loads = 0
         self._undo = _nothing
         plain = type(loader).__iter__
@@ -87,12 +87,12 @@ class FollowedLoader:
             "world_size": shape.world_size,
         }
 
-    def _position(self) -> tuple[_Place, LoaderShape]:
+    def _position(self) -> tuple[PassPlace, LoaderShape]:
         if self._loaded is not None:
             return self._loaded
         place = self._place
         if place.batches and self._loader.end_of_dataloader:
-            place = _Place(place.epoch + 1, 0, 0)
+            place = PassPlace(place.epoch + 1, 0, 0)
         return place, self._shape
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -103,7 +103,7 @@ class FollowedLoader:
         """
         samples = check_identity({"num_samples": self._shape.num_samples}, state)
         shape = LoaderShape(state["num_samples"], state["batch_size"], state["world_size"])
-        self._loaded = _Place(state["epoch"], state["batches"], samples), shape
+        self._loaded = PassPlace(state["epoch"], state["batches"], samples), shape
         self._num_loads += 1
         self._loader.iteration = state["epoch"]
 
@@ -128,18 +128,18 @@ class FollowedLoader:
             if self._num_loads == loads:
                 self._undo()
                 self._undo = _nothing
-        self._place = _Place(self._loader.iteration, 0, 0)
+        self._place = PassPlace(self._loader.iteration, 0, 0)
 
     def _count(self) -> None:
         epoch, batches, samples = self._place
         samples += self._shape.batch_size
         if self._shape.num_samples >= 0:
             samples = min(samples, self._shape.num_samples)
-        self._place = _Place(epoch, batches if batches == _BY_SAMPLES else batches + 1, samples)
+        self._place = PassPlace(epoch, batches if batches == _BY_SAMPLES else batches + 1, samples)
 
     def _resume(self) -> bool:
         """Go to the loaded place. Returns whether that is in the middle of an epoch."""
-        self._place = _Place(self._loader.iteration, 0, 0)
+        self._place = PassPlace(self._loader.iteration, 0, 0)
         if self._loaded is None:
             return False
         place, shape = self._loaded
@@ -165,7 +165,7 @@ class FollowedLoader:
                 batches,
                 place.epoch,
             )
-            self._place = _Place(place.epoch, batches, batches * self._shape.batch_size)
+            self._place = PassPlace(place.epoch, batches, batches * self._shape.batch_size)
             self._undo = skipping(self._loader, batches)
         return True
 
