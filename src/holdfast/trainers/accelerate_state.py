@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from holdfast.errors import ConfigurationError, StateError
+from holdfast.frameworks.deepspeed_engine import DeepSpeedAdapter
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.state.per_rank import PerRank
 from holdfast.state.random_state import RandomState
@@ -94,8 +95,9 @@ class MicroBatches:
 
 def _prepared(accelerator: Accelerator) -> dict[str, list[Any]]:
     """The prepared objects by kind, each once. The optimizer and the scheduler of an engine belong to the engine."""
-    kind = "engine" if accelerator.distributed_type == DistributedType.DEEPSPEED else "model"
     models = _distinct(_held(accelerator, "models"))
+    is_engine = DeepSpeedAdapter().accepts
+    kind = "engine" if any(is_engine(type(model)) for model in models) else "model"
     held = [held for model in models for held in _of_engine(model)] if kind == "engine" else []
     return {
         kind: models,
