@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,12 +20,15 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.errors import NotFoundError
+from tests.project.test_guides import example
 from tests.project.torchrun import run_torchrun
 from tests.trainers.stored import contents
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(600)]
 
 #: The parts of a state that belong to ranks.
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "accelerate.md"
 OWN = ("random/", "loader/random/")
 Line = dict[str, Any]
 
@@ -86,3 +94,36 @@ def test_a_killed_job_goes_on_bit_for_bit_on_as_many_ranks_and_by_samples_on_oth
             assert len({*samples(of_steps(more, [15, 16]))}) == 24
         else:
             assert len({*seen, *rest}) == 20
+
+
+def test_the_loop_of_the_guide_is_killed_and_goes_on_on_other_ranks(tmp_path: Path) -> None:
+    script, _ = example(GUIDE)
+    words = ("holdfast", "state", "checkpointer", "step")
+    added = [
+        line for line in script.splitlines() if re.search(rf"\b({'|'.join(words)})", line.partition("optimizer.")[0])
+    ]
+    assert len([line for line in added if "scheduler.step" not in line]) <= 15
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py", "9999"]
+    job = subprocess.Popen(command, cwd=tmp_path, start_new_session=True)
+    run = tmp_path / "runs" / "accelerate"
+    while newest(run) < 5:
+        assert job.poll() is None
+        time.sleep(0.1)
+    os.killpg(job.pid, signal.SIGKILL)  # the ranks end with torchrun: they are in its process group
+    job.wait()
+    status, lines = run_torchrun(tmp_path, 3, "0")
+    assert status == 0
+    (begun,) = [line for line in lines if "begin at step" in line]
+    start = int(begun.split("step ")[1].split(",")[0])
+    assert start > 5
+    status, lines = run_torchrun(tmp_path, 3, str(start + 3))
+    assert (status, [line for line in lines if "begin" in line]) == (0, [begun])
+    assert newest(run) == start + 2
+
+
+def newest(run: Path) -> int:
+    try:
+        return holdfast.open(run).step
+    except NotFoundError:
+        return -1

@@ -8,6 +8,8 @@ from typing import Any, Final
 import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import ConfigurationError, StateError
 from holdfast.frameworks.deepspeed_engine import DeepSpeedAdapter
@@ -37,7 +39,8 @@ def state_of(accelerator: Accelerator, *, names: Mapping[str, object] | None = N
 
     `names` maps names of your own to objects, as `prepare` returned them. Where several models, optimizers, schedulers
     or registered objects of one kind were prepared, name each of them. Of several loaders, name those that are trained
-    on; the others, such as loaders for evaluation, have no part in the state.
+    on; the others, such as loaders for evaluation, have no part in the state. Name a model with buffers, too: the
+    accelerator does not hold the DDP that `prepare` put around it.
 
     From now on the loaders in the state count the batches that the loop takes from them. After a restore, the next pass
     begins where the save was: on as many ranks bit for bit, on another number with the next sample, if the loader goes
@@ -57,6 +60,7 @@ def state_of(accelerator: Accelerator, *, names: Mapping[str, object] | None = N
     for kind, items in parts.items():
         if kind != "loader":
             state |= naming.named(kind, items)
+    _refuse_hidden_wrapper(accelerator, state)
     for name, loader in naming.followed(parts["loader"]).items():
         followed = FollowedLoader.of(loader, world_size=accelerator.num_processes)
         state[name] = {"position": followed, "random": PerRank(followed.random, on_resize="first")}
@@ -118,6 +122,27 @@ def _of_engine(engine: Any) -> Iterator[object]:
     yield engine.lr_scheduler
 
 
+def _inside(item: Any) -> object:
+    """The object that the accelerator holds for `item`: of a model in DDP, the plain model."""
+    return item.module if isinstance(item, DistributedDataParallel) else unwrapped(item)
+
+
+def _refuse_hidden_wrapper(accelerator: Accelerator, state: Mapping[str, object]) -> None:
+    """Refuse a plain model whose buffers differ between ranks: the accelerator does not hold the DDP around it, which
+    says that those of rank 0 count."""
+    if accelerator.num_processes == 1 or not accelerator.distributed_type.value.startswith("MULTI_"):
+        return
+    for name, item in state.items():
+        if not isinstance(item, nn.Module) or isinstance(item, DistributedDataParallel):
+            continue
+        if next(item.buffers(), None) is not None:
+            raise _refused(
+                f"{name!r} has buffers, which differ between ranks, and the accelerator does not hold the "
+                "DistributedDataParallel around it, whose rank 0 counts.",
+                f"Give the model that prepare returned: names={{{name!r}: model}}.",
+            )
+
+
 def _distinct(items: Iterable[Any], *, without: Iterable[object] = ()) -> list[Any]:
     seen, found = {id(item) for item in without}, []
     for item in items:
@@ -134,14 +159,15 @@ class _Naming:
     def __init__(self, names: Mapping[str, object]) -> None:
         if own := sorted(names.keys() & set(_OWN)):
             raise _refused(f"names has {own[0]!r}, an entry that state_of makes itself.", "Choose another name.")
-        self._names = {id(unwrapped(item)): name for name, item in names.items()}
+        self._names = {id(_inside(item)): name for name, item in names.items()}
+        self._items = dict(names)
         self._unused = dict(names)
 
     def _given(self, items: Iterable[Any]) -> dict[str, Any]:
-        found = {self._names[id(inner)]: item for item in items if id(inner := unwrapped(item)) in self._names}
-        for name in found:
+        names = [self._names[id(inner)] for item in items if id(inner := _inside(item)) in self._names]
+        for name in names:
             self._unused.pop(name, None)
-        return found
+        return {name: self._items[name] for name in names}
 
     def named(self, kind: str, items: list[Any]) -> dict[str, Any]:
         """The objects of one kind by name."""
