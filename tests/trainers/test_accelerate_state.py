@@ -349,3 +349,14 @@ def test_the_reference_has_every_argument() -> None:
     text = page.split("## `state_of`")[1].split("\n## ")[0]
     rows = [(argument, kind.replace("\\|", "|"), default) for argument, kind, default in ARGUMENT.findall(text)]
     assert rows == signature_rows(state_of)
+
+
+def test_a_model_with_buffers_whose_ddp_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2))
+    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.MULTI_CPU)
+    with pytest.raises(ConfigurationError, match=r"'model' has buffers.*names=\{'model': model\}") as caught:
+        state_of(accelerator)
+    assert caught.value.code == "config.accelerator"

@@ -34,8 +34,8 @@ def state_of(accelerator: Accelerator, *, names: Mapping[str, object] | None = N
     The entries are ``model``, ``optimizer`` and ``scheduler`` (``engine`` for an engine of DeepSpeed, which holds all
     three); ``loader``, the position in the prepared loader; ``scaler``, where there is one; ``registered``, the objects
     of `register_for_checkpointing` by the names of their classes; ``accelerator``, its count of micro-batches; and
-    ``random``, a `RandomState`. The names and values below them are those of the plain objects, so that any plugin and
-    number of ranks loads what another one saved. You may add entries, or replace one.
+    ``random``, a `RandomState`. The names and values below them are those of the plain objects, so DDP, FSDP2 and one
+    process load what any of them saved, on any number of ranks. You may add entries, or replace one.
 
     `names` maps names of your own to objects, as `prepare` returned them. Where several models, optimizers, schedulers
     or registered objects of one kind were prepared, name each of them. Of several loaders, name those that are trained
