@@ -29,7 +29,8 @@ test-frameworks: $(VENV)/dev.stamp
 
 test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 \
-		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py
+		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py \
+		tests/trainers/test_accelerate_deepspeed.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:

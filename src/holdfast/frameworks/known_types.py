@@ -136,7 +136,10 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
             ("trainer.trainer", "Trainer", _LIGHTNING_TRAINER),
         )
     },
-    ("accelerate.accelerator", "Accelerator"): _in_parts("Put what accelerator.prepare returned into the state."),
+    ("accelerate.accelerator", "Accelerator"): _in_parts(
+        "Save the state that holdfast.trainers.accelerate_state.state_of(accelerator) makes, or put what "
+        "accelerator.prepare returned into the state."
+    ),
     **{
         (f"{package}.fabric", "Fabric"): _in_parts("Put what fabric.setup returned into the state.")
         for package in ("lightning.fabric", "lightning_fabric")

@@ -12,27 +12,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from accelerate import skip_first_batches
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
-from torch.utils.data import IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from holdfast.data.batch_order import BatchOrder
+from holdfast.trainers.loader_passes import (
+    LoaderShape,
+    countable_sampler,
+    iterate,
+    length_of,
+    sampler_of,
+    shape_of,
+    skipping,
+)
 
 _log = logging.getLogger(__name__)
 
 #: The number of batches of an epoch that was not trained on in whole batches of the present size.
 _UNEVEN: Final = -1
-
-
-class LoaderShape(NamedTuple):
-    """The facts that decide which samples a batch has: the number of samples (-1 if nobody knows), of the samples of a
-    batch of all ranks, and of ranks."""
-
-    num_samples: int
-    batch_size: int
-    world_size: int
 
 
 class LoaderPosition:
@@ -49,9 +47,7 @@ class LoaderPosition:
         #: An order of samples that knows its own position; None for other loaders.
         self.order = batch_sampler if isinstance(batch_sampler, BatchOrder) else None
         self._length = None if self.order is not None else length_of(loader)
-        num_samples = length_of(getattr(loader, "dataset", None))
-        batch_size = getattr(loader, "total_batch_size", per_rank * world_size)
-        self._shape = LoaderShape(-1 if num_samples is None else num_samples, batch_size, world_size)
+        self._shape = shape_of(loader, world_size=world_size, per_rank=per_rank)
         self.epoch = 0
         self.batches = 0
         #: The order of samples that replaces that of the loader, where samples are counted.
@@ -112,7 +108,7 @@ class LoaderPosition:
         return self._length is None or (self._length - self.batches) % self._group == 0
 
     def _go_to_sample(self, samples: int, *, is_even: bool) -> None:
-        sampler = _countable_sampler(self._loader)
+        sampler = countable_sampler(self._loader)
         if sampler is not None and self._length is not None:
             samples = min(samples, self._shape.num_samples)
             start = self.epoch * self._shape.num_samples + samples
@@ -141,11 +137,11 @@ class LoaderPosition:
         if self.epoch and hasattr(self._loader, "base_dataloader"):
             self._tell_epochs()
         if self.batches:
-            self._undo = _skipping(self._loader, self.batches)
+            self._undo = skipping(self._loader, self.batches)
 
     def _tell_epochs(self) -> None:
         """Whatever epoch Trainer tells the loader, its sampler and dataset hear the epoch of the data."""
-        loader, tell, sampler = self._loader, self._loader.set_epoch, _sampler_of(self._loader)
+        loader, tell, sampler = self._loader, self._loader.set_epoch, sampler_of(self._loader)
 
         def set_epoch(_: int) -> None:
             tell(self.epoch)
@@ -156,7 +152,7 @@ class LoaderPosition:
 
     def finish(self) -> None:
         """Training is done: the loader has no batch any more."""
-        _iterate(self._loader, ())
+        iterate(self._loader, lambda: iter(()))
 
     def pass_begins(self) -> None:
         """Trainer begins an epoch."""
@@ -241,52 +237,5 @@ class CountedSampler(Sampler[int]):
             epoch, skipped = epoch + 1, 0
 
 
-def length_of(item: object) -> int | None:
-    """The length of `item`; None if it has none."""
-    try:
-        return len(item)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        return None
-
-
 def _nothing() -> None:
     pass
-
-
-def _sampler_of(loader: Any) -> Any:
-    return loader.get_sampler() if hasattr(loader, "get_sampler") else getattr(loader, "sampler", None)
-
-
-def _countable_sampler(loader: Any) -> Any:
-    """The sampler of `loader`, if its order depends on the epoch alone; else None."""
-    if not hasattr(loader, "set_sampler") or isinstance(loader, DataLoaderDispatcher):
-        return None
-    sampler = _sampler_of(loader)
-    return sampler if isinstance(sampler, SeedableRandomSampler | SequentialSampler) else None
-
-
-def _skipping(loader: Any, batches: int) -> Any:
-    """Have `loader` skip its first batches. Returns a function that undoes it."""
-    if hasattr(loader, "skip_batches") and (
-        isinstance(loader, DataLoaderDispatcher) or isinstance(loader.dataset, IterableDataset)
-    ):
-        loader.skip_batches = batches
-        return lambda: setattr(loader, "skip_batches", 0)
-    rest = skip_first_batches(loader, batches)
-    if not hasattr(loader, "base_dataloader"):
-        return _iterate(loader, rest)
-    before = loader.base_dataloader
-    loader.base_dataloader = rest.base_dataloader
-    return lambda: setattr(loader, "base_dataloader", before)
-
-
-def _iterate(loader: Any, source: Any) -> Any:
-    """Have each iteration of `loader` give the batches of `source`. Returns a function that undoes it.
-
-    Trainer holds the loader itself, and an iteration begins with a method of its class, so the loader gets another
-    class. Loaders of accelerate show that of the loader inside as theirs, hence the way through `object`.
-    """
-    kind = type(loader)
-    set_class = vars(object)["__class__"].__set__
-    set_class(loader, type(kind.__name__, (kind,), {"__iter__": lambda _: iter(source)}))
-    return lambda: set_class(loader, kind)
