@@ -28,7 +28,8 @@ test-frameworks: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -m frameworks -o faulthandler_timeout=800
 
 test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
-	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 tests/interop/test_deepspeed_package.py
+	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 \
+		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:

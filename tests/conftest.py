@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,3 +49,19 @@ def memory(node_dir: Path) -> Memory:
     from holdfast import Memory
 
     return Memory(node_dir=node_dir)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of a test that is marked ``few(n)`` to the slow suite: the default suite runs `n` of them, which
+    lie evenly among those that are not slow by themselves."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("few") is not None and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        (number,) = alike[0].iter_markers("few")
+        quick = {round(at * len(alike) / number.args[0]) for at in range(number.args[0])}
+        for at, item in enumerate(alike):
+            if at not in quick:
+                item.add_marker(pytest.mark.slow)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer.memory_option import Memory
     from holdfast.checkpointer.restore_report import RestoreReport
     from holdfast.exporting import export
+    from holdfast.frameworks.piecewise import Piecewise
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
     from holdfast.loading import load
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from holdfast.run.save_requests import request_save
     from holdfast.saving import save
     from holdfast.state.per_rank import PerRank
-    from holdfast.state.piecewise import Piecewise
     from holdfast.state.random_state import RandomState
     from holdfast.state.registered_types import register_tensor, register_value
     from holdfast.store.base import Location
@@ -71,7 +71,7 @@ _HOMES = {
     "LoadReport": "holdfast.reports",
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
-    "Piecewise": "holdfast.state.piecewise",
+    "Piecewise": "holdfast.frameworks.piecewise",
     "RandomState": "holdfast.state.random_state",
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",

@@ -142,6 +142,7 @@ PLANNED, COMPARED = ["describe", "plan", "commit"], ["describe", "plan", "compar
     ],
     ids=lambda case: case.__name__ if callable(case) else "",
 )
+@pytest.mark.few(3)
 def test_only_what_several_ranks_hold_undeclared_is_compared_and_each_part_digested_once(
     tmp_path: Path, make: MakeState, phases: list[str], numels: list[list[int]]
 ) -> None:

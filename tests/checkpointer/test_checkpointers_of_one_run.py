@@ -77,6 +77,7 @@ def save_where_a_rank_has_nothing_to_write(folder: str, case: str) -> list[int]:
 
 
 @pytest.mark.parametrize("case", ["comes and goes", "select", "two"])
+@pytest.mark.few(1)
 def test_a_rank_that_has_nothing_to_write_in_some_saves_does_not_hold_up_the_others(
     tmp_path: Path, memory: Memory, case: str
 ) -> None:

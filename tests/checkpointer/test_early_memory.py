@@ -199,6 +199,7 @@ def _first_save(run: str, node_dir: Path, kind: str) -> tuple[dict[str, int], di
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp", "plain"])
+@pytest.mark.few(1)
 def test_every_rank_reserves_the_size_of_its_own_part(run: str, memory: Memory, kind: str) -> None:
     for before, after, nbytes in run_ranks(3, _first_save, run, memory.node_dir, kind):
         assert before == after

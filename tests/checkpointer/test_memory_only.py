@@ -419,6 +419,7 @@ def train_beside_an_evaluation(run: str, nodes: list[Path], begin: Path, restore
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.few(1)
 def test_an_evaluation_beside_the_training_changes_nothing(run: str, tmp_path: Path, num_nodes: int) -> None:
     """One that saw the memory of one node of two gave its part up, as that of a dead job, and the keeper freed it."""
     nodes = [tmp_path / f"node{number}" for number in range(num_nodes)]

@@ -421,6 +421,7 @@ def loop_of_ranks(run: str, node_dir: str, asks: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("asks", [0, 2])
+@pytest.mark.few(1)
 def test_one_signal_on_one_rank_makes_all_ranks_save_after_one_step(run: str, node_dir: Path, asks: int) -> None:
     saved = run_ranks(3, loop_of_ranks, run, str(node_dir), asks)
     assert saved[0] == saved[1] == saved[2]

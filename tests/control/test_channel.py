@@ -279,6 +279,7 @@ def exchange_within_a_second(job: GroupStore) -> None:
 
 @pytest.mark.parametrize("when", ["before the first call", "after it"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.few(2)
 def test_no_call_outlasts_its_time_when_the_process_of_the_store_is_killed_or_stopped(
     server: tuple[subprocess.Popen[str], dist.Store], number: signal.Signals, when: str
 ) -> None:

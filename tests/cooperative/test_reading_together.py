@@ -219,6 +219,7 @@ SOME_LOADS = pytest.mark.parametrize(
 
 
 @LOADS
+@pytest.mark.few(1)
 def test_a_rank_killed_while_it_reads_for_others_is_named_in_time(run_of_one: str, load: Load) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(3, load, run_of_one, 3, die)

@@ -122,6 +122,7 @@ def run_whole(kind: str, num_lives: int) -> tuple[list[object], set[int]]:
     return whole, {checksum}
 
 
+@pytest.mark.slow
 def test_a_killed_job_goes_on_with_fewer_ranks_and_trains_on_the_same_samples(tmp_path: Path, node_dir: Path) -> None:
     assert run_killed("order", tmp_path, node_dir, [2, 1]) == run_whole("order", 2)
 

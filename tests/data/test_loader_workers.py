@@ -130,6 +130,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("context", [*CONTEXTS, "forkserver"])
+@pytest.mark.few(1)
 def test_a_rank_ends_although_its_loader_is_still_open(tmp_path: Path, context: str) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK_THAT_ENDS)

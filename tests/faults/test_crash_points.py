@@ -140,6 +140,7 @@ def test_a_save_passes_exactly_the_listed_points(tmp_path: Path, saved_run: Path
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in SAMPLE else pytest.mark.slow, id=str(case)) for case in CASES]
 )
+@pytest.mark.few(2)
 def test_after_a_death_at_a_point_the_head_is_the_old_or_the_new_checkpoint(
     tmp_path: Path, saved_run: Path, case: Case
 ) -> None:

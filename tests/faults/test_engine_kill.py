@@ -134,6 +134,7 @@ def arm(training: Job) -> None:
         for case in CASES
     ],
 )
+@pytest.mark.few(4)
 def test_after_a_death_at_a_point_nothing_is_lost_that_was_whole(spec: Spec, truth: Truth, case: Case) -> None:
     with job(paused_at_the_third(spec, case.deed), keeper=True) as training:
         arm(training)
@@ -196,6 +197,7 @@ def check_after_the_loss_of_the_node(spec: Spec, truth: Truth, *, step: int) -> 
     ],
 )
 @pytest.mark.parametrize("phase", RESTORE)
+@pytest.mark.few(2)
 def test_after_a_death_in_a_restore_the_next_one_restores_the_same(
     spec: Spec, truth: Truth, phase: str, kills: tuple[str, ...]
 ) -> None:

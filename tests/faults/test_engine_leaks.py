@@ -105,6 +105,7 @@ def test_hundreds_of_saves_leave_nothing_behind(spec: Spec) -> None:
     check_saves(spec, MANY_SAVES)
 
 
+@pytest.mark.slow
 def test_checkpointers_that_are_closed_leave_nothing_behind(spec: Spec) -> None:
     training = Training(spec.numel)
     # Not always none: pytest keeps what the last test that failed referred to.
@@ -197,6 +198,7 @@ def check_saves_beside_slow_storage(spec: Spec, count: int) -> None:
         assert num_late, "storage was not slow"
 
 
+@pytest.mark.slow
 def test_beside_slow_storage_the_trainer_holds_no_more_than_before(spec: Spec) -> None:
     check_saves_beside_slow_storage(spec, 6)
 

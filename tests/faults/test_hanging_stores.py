@@ -82,6 +82,7 @@ RARE_HANGS = [
     [pytest.param(*hang, id="-".join(map(str, hang))) for hang in HANGS]
     + [pytest.param(*hang, id="-".join(map(str, hang)), marks=pytest.mark.slow) for hang in RARE_HANGS],
 )
+@pytest.mark.few(2)
 def test_a_store_that_falls_silent_to_one_rank_is_told_to_all_in_time(
     tmp_path: Path, rank: int, name: str, kind: str, when: str
 ) -> None:
@@ -118,6 +119,7 @@ def save_on_dead_store(run: str, name: str) -> tuple[str, float, str]:
 
 
 @pytest.mark.parametrize("name", ["write_at", "publish", pytest.param("list", marks=pytest.mark.slow)])
+@pytest.mark.few(1)
 def test_a_store_that_dies_for_all_ranks_hangs_none(tmp_path: Path, name: str) -> None:
     run = str(tmp_path / "run")
     run_ranks(2, save_in_new_job, run, 1)

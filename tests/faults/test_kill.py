@@ -128,6 +128,7 @@ def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for point, successor in zip(POINTS, itertools.cycle(SUCCESSORS), strict=False)
     ],
 )
+@pytest.mark.few(2)
 def test_a_rank_killed_in_a_save_leaves_a_head_that_a_new_job_goes_on_from(
     tmp_path: Path, saved_run: Path, point: Point, successor: Cell
 ) -> None:

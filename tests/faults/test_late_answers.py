@@ -70,6 +70,7 @@ def save_with_late_answers(run: str, node_dir: Path, where: str, times: list[int
     [("agree", [1, 2], {1, 2}), ("drop_parts", [0], {0})],
     ids=["the place of a save", "what memory held before"],
 )
+@pytest.mark.few(1)
 def test_an_answer_that_one_rank_hears_too_late_costs_that_save_alone(
     tmp_path: Path, where: str, times: list[int], lost: set[int]
 ) -> None:
@@ -112,6 +113,7 @@ def save_while_memory_fails(run: str, node_dir: Path) -> list[str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_trouble_with_memory_that_one_rank_hears_of_too_late_costs_that_save_alone(tmp_path: Path) -> None:
     outcomes = run_ranks(2, save_while_memory_fails, str(tmp_path / "run"), tmp_path, timeout_s=150)
     end_keepers(tmp_path)

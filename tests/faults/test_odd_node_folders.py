@@ -132,6 +132,7 @@ def test_a_damaged_generation_of_a_sealed_slot_does_not_block_all_later_saves(le
 @pytest.mark.parametrize(
     "name", ["keeper.lock", "keeper.log", "keeper.protocol", "keeper.run", "trainers.lock", "slot"]
 )
+@pytest.mark.few(10)
 def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_saving(
     left: Left, name: str, kind: str
 ) -> None:
@@ -143,6 +144,7 @@ def test_what_lies_in_place_of_a_file_of_the_folder_does_not_keep_a_job_from_sav
 
 @pytest.mark.parametrize("name", ["slot-7-0123456789abcdef", "generation-00", "given-up-00", "new-0123456789abcdef"])
 @pytest.mark.parametrize("kind", ["folder", "full folder", "queue"])
+@pytest.mark.few(5)
 def test_a_name_in_the_folder_that_cannot_be_used_does_not_end_the_keeper(
     run: str, node_dir: Path, name: str, kind: str
 ) -> None:
@@ -229,12 +231,15 @@ def test_the_last_start_is_not_called_dead_while_the_keeper_that_another_process
         locks: list[int | None] = []
 
         def started_meanwhile(_: NodeFolder) -> Starts:
-            locks.append(try_lock(folder))
+            if not locks:
+                locks.append(try_lock(folder))
             return Starts(MAX_STARTS, 0.0)
 
         monkeypatch.setattr(client, "starts", started_meanwhile)
         ensure_keeper(folder, run)
-        os.close(locks[0] or -1)
+        (lock,) = locks
+        assert lock is not None
+        os.close(lock)
 
 
 def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: str, node_dir: Path) -> None:

@@ -58,6 +58,7 @@ VERBS: dict[str, Callable[[str], object]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.few(1)
 def test_a_verb_on_a_store_that_fell_silent_ends_in_time_and_works_when_it_is_back(store: Path, verb: str) -> None:
     start_new_job()
     run = str(store / "run")
@@ -97,6 +98,7 @@ def test_a_checkpointer_closes_in_time_on_a_store_that_fell_silent(store: Path, 
 
 
 @pytest.mark.parametrize("verb", ["save", "restore"])
+@pytest.mark.few(1)
 def test_a_new_job_on_a_store_that_fell_silent_ends_in_time(store: Path, memory: Memory, verb: str) -> None:
     start_new_job()
     run = str(store / "run")

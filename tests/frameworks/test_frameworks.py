@@ -6,15 +6,13 @@ One file, so that these libraries are imported once. Models are tiny and random;
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -235,24 +233,6 @@ def test_a_lightning_trainers_averaged_weights_and_loop_are_saved_whole(tmp_path
     assert into["average"]._average_model.n_averaged == 6
     assert into["loop"].value.epoch_loop.global_step == 6
     assert into["schedulers"][0].scheduler.state_dict() == state["schedulers"][0].scheduler.state_dict()
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_fsdp_1_is_refused_with_fsdp_2(tmp_path: Path) -> None:
-    assert dist.get_world_size() == 1
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    for state in ({"model": model}, {"model": nn.Sequential(model)}):
-        with pytest.raises(StateError, match="FSDP1") as caught:
-            holdfast.save(tmp_path / "run", state, 1)
-        assert caught.value.code == "state.module_hooks"
-        assert "fully_shard (FSDP2)" in caught.value.action
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ def test_replicated_optimizers_come_back_on_more_ranks(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["adamw-foreach", "adamw-fused", "sgd-momentum", "lbfgs", "factored"])
+@pytest.mark.few(2)
 def test_sharded_optimizers_come_back_on_more_ranks_and_on_one(tmp_path: Path, name: str) -> None:
     run = str(tmp_path / "run")
     saved = run_ranks(2, trained, "fsdp", name, run)

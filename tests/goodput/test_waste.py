@@ -59,6 +59,7 @@ def test_a_simulation_loses_what_the_model_says(tiers: list[TierCost], gap: Call
     assert simulated == pytest.approx(waste(tiers, found, LLAMA3).total, rel=0.1)
 
 
+@pytest.mark.slow
 def test_no_interval_of_a_grid_loses_much_less_in_a_simulation() -> None:
     tiers = [MEMORY, DURABLE]
     found = best(tiers, LLAMA3)

@@ -52,9 +52,9 @@ CASES["zero2-own-adam"] = {
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
-def trained_engine(config: dict[str, Any]) -> Any:
-    """An engine after four steps."""
-    torch.manual_seed(0)
+def new_engine(config: dict[str, Any], *, seed: int = 0) -> Any:
+    """An engine with the weights that `seed` draws."""
+    torch.manual_seed(seed)
     model = TiedNet()
     common = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     engine, *_ = deepspeed.initialize(
@@ -64,12 +64,19 @@ def trained_engine(config: dict[str, Any]) -> Any:
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(GROUPS)),
         config={**common, **config},
     )
+    return engine
+
+
+def train(engine: Any, steps: int, *, first: int = 0) -> Any:
+    """Train on the batches of these steps."""
     make = torch.Generator().manual_seed(1 + dist.get_rank())
-    for _ in range(4):
-        loss = engine(torch.randint(11, (2, 3), generator=make)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
-    engine.module.seen += 4
+    for step in range(first + steps):
+        tokens = torch.randint(11, (2, 3), generator=make)
+        if step >= first:
+            loss = engine(tokens).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+    engine.module.seen += steps
     return engine
 
 
@@ -149,7 +156,7 @@ def main(folder: Path, case: str) -> None:
     deepspeed.init_distributed("gloo")
     config = CASES[case]
     stage = config["zero_optimization"]["stage"]
-    engine = trained_engine(config)
+    engine = train(new_engine(config), 4)
     client = {
         "epoch": 3,
         "name": "a/b",

@@ -97,6 +97,7 @@ def save_another_step_once(run: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_in_a_later_step_is_told_that_the_steps_differ(tmp_path: Path) -> None:
     at_once, later = run_ranks(2, save_another_step_once, str(tmp_path / "run"))
     cause = "rank 1 is in 'describe' of save of step 1 while rank 0 is in 'describe' of save of step 0"
@@ -129,6 +130,7 @@ def save_but_skip_one(run: str, node_dir: Path, skipping: int, verb: str) -> lis
 
 @pytest.mark.parametrize("verb", ["save", "Checkpointer"])
 @pytest.mark.parametrize("skipping", [0, 1])
+@pytest.mark.few(2)
 def test_a_rank_that_skips_a_save_costs_that_save_alone(tmp_path: Path, skipping: int, verb: str) -> None:
     start = time.monotonic()
     outcomes = run_ranks(3, save_but_skip_one, str(tmp_path / "run"), tmp_path, skipping, verb)

@@ -119,6 +119,7 @@ def case(source: Cell, target: Cell, seed: int) -> object:
 @pytest.mark.parametrize(
     ("source", "target", "seed"), [case(source, target, seed) for seed, (source, target) in enumerate(HARD)]
 )
+@pytest.mark.few(6)
 def test_any_parallelism_loads_any_other(tmp_path: Path, source: Cell, target: Cell, seed: int) -> None:
     check_saved(tmp_path / "run", source, seed)
     check_loaded(tmp_path / "run", target, seed)
@@ -211,6 +212,7 @@ def load_tied(run: str, ends: Ends) -> bool:
 
 @pytest.mark.parametrize("target", [ENDS, ENDS[::-1], [{"embed", "head"}]], ids=["stages", "swapped", "one"])
 @pytest.mark.parametrize("source", [ENDS, [{"embed", "head"}]], ids=["stages", "one"])
+@pytest.mark.few(2)
 def test_a_weight_tied_across_stages_comes_back_under_both_names(tmp_path: Path, source: Ends, target: Ends) -> None:
     run = str(tmp_path / "run")
     run_ranks(len(source), save_tied, run, source)

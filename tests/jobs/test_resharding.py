@@ -100,6 +100,7 @@ def cell_id(value: object) -> str:
 @pytest.mark.parametrize(
     ("source", "target", "seed"), [(*cells, seed) for seed, cells in enumerate(DEFAULT)], ids=cell_id
 )
+@pytest.mark.few(6)
 def test_any_layout_loads_any_other(tmp_path: Path, source: Cell, target: Cell, seed: int) -> None:
     check_cells(tmp_path / "run", source, target, seed)
 
@@ -119,6 +120,7 @@ def resume_and_save(kind: Kind, run: str, seed: int) -> tuple[list[str], str]:
     return differing(job, seed), holdfast.save(run, job.state, 50, timeout_s=40).place
 
 
+@pytest.mark.slow
 def test_a_state_survives_a_chain_of_jobs_each_on_another_world(tmp_path: Path) -> None:
     run, seed = str(tmp_path / "run"), 9
     run_ranks(2, save, "fsdp", run, seed, 1)
@@ -154,6 +156,7 @@ def train(kind: Kind, run: str) -> dict[str, bytes]:
     [(Cell("fsdp", 2), Cell("fsdp", 3)), (Cell("fsdp", 3), Cell("fsdp", 2)), (Cell("ddp", 2), Cell("fsdp", 3))],
     ids=cell_id,
 )
+@pytest.mark.few(1)
 def test_what_real_steps_left_is_what_is_stored(tmp_path: Path, source: Cell, target: Cell) -> None:
     run = str(tmp_path / "run")
     gathered = run_ranks(source.world_size, train, source.kind, run)
@@ -337,6 +340,7 @@ def check_meshes(run: Path, num_saving: int, num_loading: int, seed: int) -> Non
 
 
 @pytest.mark.parametrize(("num_saving", "num_loading", "seed"), [(4, 3, 1), (4, 2, 2), (2, 4, 3), (3, 4, 4), (6, 4, 5)])
+@pytest.mark.few(2)
 def test_meshes_of_several_axes_load_on_others(tmp_path: Path, num_saving: int, num_loading: int, seed: int) -> None:
     check_meshes(tmp_path / "run", num_saving, num_loading, seed)
 

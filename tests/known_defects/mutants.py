@@ -60,7 +60,7 @@ def assert_found(library: Path, mutation: Mutation) -> None:
 
 def _run_tests(library: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
-    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"{TESTS}/{test}" for test in tests)]
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", *(f"{TESTS}/{test}" for test in tests)]
     return subprocess.run(
         [sys.executable, *arguments], cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False
     )

@@ -419,6 +419,7 @@ def run_of_rows(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 4])
 @pytest.mark.parametrize("bandwidths", [None, SLOW_STORE], ids=["apart", "once"])
+@pytest.mark.few(3)
 def test_a_load_does_what_the_dry_run_says(run_of_rows: str, num_nodes: int, bandwidths: Bandwidths | None) -> None:
     checkpoint = Checkpoint(resolve(parse(run_of_rows)).sealed)
     table, layout = table_of(checkpoint.files), from_toml(LAYOUT, path="x.toml")

@@ -92,6 +92,7 @@ def _durable_work_of_auto_s(job: Job, gap_s: float, random: Random) -> float:
         pytest.param(Job(step_s=4.0, noise=0.5, mttf_s=2 * HOUR_S), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_it_wastes_at_most_a_twentieth_more_than_the_best_fixed_interval(job: Job) -> None:
     best_s = (2 * job.cost_s * job.mttf_s) ** 0.5
     fixed = [waste_of_fixed(job, factor * best_s) for factor in (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)]

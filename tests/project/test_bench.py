@@ -193,6 +193,7 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.slow
 def test_what_ranks_send_is_collected_until_all_have_ended_or_said_that_they_are_to_be_killed() -> None:
     assert sorted(messages(say, world=2)) == ["rank 0", "rank 1"]
     assert sorted(messages(stay, world=2)) == [0, 1]

@@ -79,6 +79,7 @@ def forked(num_ranks: int, *, num_steps: int) -> Iterator[list[nursery.Process]]
             process.kill()
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_kill_of_all_ranks_on_another_number_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

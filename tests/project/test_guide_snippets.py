@@ -238,8 +238,27 @@ def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
     assert [checkpoint.step for checkpoint in holdfast.ls("runs/gpt")] == [9, 5]
 
 
+def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) -> None:
+    saved, model = nn.Linear(2, 2), job["model"]
+    assert isinstance(model, nn.Linear)
+    engine = {"model": saved, "optimizer": torch.optim.AdamW(saved.parameters()), "engine": {"global_steps": 3}}
+    holdfast.save("runs/deepspeed", {"engine": engine, "seen": 24}, 2)
+    (code,) = snippets("deepspeed")
+    exec(code, job | {"optimizer": torch.optim.AdamW(model.parameters())})
+    assert torch.equal(model.weight, saved.weight)
+
+
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
-    run = {"ddp": 2, "checkpointer": 6, "data": 3, "loading": 3, "policies": 2, "publishing": 1, "retention": 1}
+    run = {
+        "ddp": 2,
+        "checkpointer": 6,
+        "data": 3,
+        "deepspeed": 1,
+        "loading": 3,
+        "policies": 2,
+        "publishing": 1,
+        "retention": 1,
+    }
     for guide in GUIDES.glob("*.md"):
         if guide.stem not in ELSEWHERE:
             assert len(snippets(guide.stem)) == run.get(guide.stem, 0), guide.name

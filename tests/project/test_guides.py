@@ -26,7 +26,8 @@ from tests.support.ranks import run_processes
 ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
 #: Their examples import libraries that take seconds, and which ask torchrun's environment.
 OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
-GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS]
+#: DeepSpeed has an environment of its own; `tests/interop/test_deepspeed_engines.py` runs its example there.
+GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS and guide.stem != "deepspeed"]
 
 pytestmark = pytest.mark.usefixtures("memory_is_given_back")
 

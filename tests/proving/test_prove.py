@@ -50,6 +50,7 @@ def prove(*arguments: object) -> Done:
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_script_that_resumes_is_proved(script: Path, tmp_path: Path, num_ranks: int) -> None:
     result = prove("--json", "--nproc", num_ranks, "--kills", 1, "--dir", tmp_path / "proof", script, 6)
     assert result.status == 0, result.err

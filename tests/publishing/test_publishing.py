@@ -156,6 +156,7 @@ def publish(nodes: tuple[int, ...] | None) -> list[str]:
 
 
 @pytest.mark.parametrize("nodes", [None, (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)], ids=str)
+@pytest.mark.few(2)
 def test_fsdp_over_tensor_parallel_becomes_tensor_parallel_replicas(nodes: tuple[int, ...] | None) -> None:
     assert run_ranks(4, publish, nodes) == [[]] * 4
 
@@ -240,6 +241,7 @@ def convert(before: Placement | None, after: Placement | None, nodes: tuple[int,
     [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Replicate(), Shard(0)), (Shard(0), None), (None, Shard(1))],
     ids=str,
 )
+@pytest.mark.few(6)
 def test_any_layout_becomes_any_other_bit_for_bit(
     before: Placement | None, after: Placement | None, nodes: tuple[int, ...] | None
 ) -> None:

@@ -176,6 +176,7 @@ def read(run: Run) -> None:
         raise NotFoundError("it is gone", code="not_found.removed", action="")
 
 
+@pytest.mark.slow
 def test_a_pin_either_holds_or_fails() -> None:
     outcomes = set()
     commit = new_run().find(place=PLACE)

@@ -257,6 +257,7 @@ def two_groups(kind: str) -> State:
     [each for each in product(CHANGES, ["adamw", "soap"]) if each != (load_older_state, "soap")],
     ids=lambda each: each if isinstance(each, str) else cast("Callable[..., None]", each).__name__,
 )
+@pytest.mark.few(7)
 def test_structure_that_changes_right_after_save_is_saved_as_it_was(
     run: str,
     memory: Memory,
@@ -293,6 +294,7 @@ def behind_torchs_back(parameter: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("update", [in_place, other_memory, behind_torchs_back])
 @pytest.mark.parametrize("aside_nbytes", [64 << 20, 0], ids=["before the state was copied", "copied first"])
+@pytest.mark.few(3)
 def test_frozen_parameters_in_an_optimizers_groups_may_change_at_any_time(
     run: str,
     memory: Memory,

@@ -16,6 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from holdfast.errors import StateError
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Box, FlatRange
 from holdfast.plan.layout import TensorLayout, Whole
 from holdfast.snapshot import capture as snapshot_module
@@ -24,7 +25,6 @@ from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
 from holdfast.state.collect import LocalTensor
 from holdfast.state.flatten import flatten
-from holdfast.state.local_placements import DTYPE_NAMES
 from tests.support.bound import bits
 
 State = dict[str, object]

@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast.errors import StateError
 from holdfast.format.values import Items, Open, Plain, Stateful, TensorRef
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.plan import layout
 from holdfast.state.flatten import FlatState, flatten
-from holdfast.state.piecewise import Piecewise
 
 
 def mlp() -> nn.Sequential:

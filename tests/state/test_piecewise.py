@@ -24,7 +24,7 @@ from holdfast.geometry import Shape
 from holdfast.plan import replicas
 from holdfast.plan.load import ReadRequest
 from holdfast.state.local_memory import LocalPieces, carried
-from holdfast.state.piecewise import describe
+from holdfast.state.piecewise_layouts import describe
 from tests.support.models import Bits, bits, full, start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.worlds import World, cut, cut_points, dealt, fill, shapes

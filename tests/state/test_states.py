@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast
 from holdfast.format.dtypes import DTYPES
-from holdfast.state.local_placements import DTYPE_NAMES
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from tests.support.models import Bits, bits, full, start_new_job, write
 from tests.support.ranks import run_ranks
 

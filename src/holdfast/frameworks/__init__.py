@@ -7,15 +7,19 @@ a save, and to a `BindingSource` in a load; ``holdfast.state`` implements both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 from torch.optim import Optimizer
 
 from holdfast.format.values import Node
+from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
+
+if TYPE_CHECKING:
+    from holdfast.frameworks.piecewise import Piecewise
 
 #: Puts the loaded state into a live object, and returns the object that belongs in its place: mostly the same one.
 Finish = Callable[[], object]
@@ -91,6 +95,19 @@ class Sink(Protocol):
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """Add tensors that need no nodes, because their owner finds them by name."""
 
+    def pieces(self, name: str, item: Piecewise) -> None:
+        """Add a tensor in pieces that needs no node, because its owner finds it by name."""
+
+    def hold(self, held: FlatMemory) -> None:
+        """Add the portions in flat memory, under their names and without nodes. From then on `held` knows its owner."""
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """The flat memory of which this tensor object is the owner, each portion with its canonical name only; None for
+        most tensors."""
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """Add a tensor that lies in the 1-d `memory` as `portion` says, under another name and without a node."""
+
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that these tensors are changed not only by steps of an optimizer, but also, say, by a forward."""
 
@@ -105,6 +122,9 @@ class Sink(Protocol):
 
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """Add a value, a tensor, a `Piecewise`, or nested containers of them, with their nodes."""
+
+    def live(self, path: str, item: object) -> None:
+        """Add a live item that `BindingSource.live` binds again, such as a module or an optimizer inside an object."""
 
     def whole(self, path: str, value: object) -> None:
         """Add a value as `tree` does, as the state of an object that takes it back as a whole."""
@@ -160,6 +180,15 @@ class BindingSource(Protocol):
 
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `fill`, for many tensors at once."""
+
+    def hold(self, held: FlatMemory) -> None:
+        """Fill the portions in flat memory, as `fill` does. From then on `held` knows its owner."""
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """As `Sink.held`, with names of the checkpoint."""
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """Fill the 1-d `memory`, where `portion` says, from the stored tensor `name`."""
 
     def fitting(
         self, names: Sequence[str], live: Sequence[object], like: Sequence[torch.Tensor | None]

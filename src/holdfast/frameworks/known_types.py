@@ -174,18 +174,13 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,
-    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): Refused(
-        "flattens its parameters (FSDP1)",
-        "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), whose parameters can be saved as they are; "
-        "accelerate: fsdp_version=2; Fabric and Lightning: ModelParallelStrategy.",
-    ),
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): Refused(
         "holds the state of different parameters on each rank",
         "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",
     ),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine"): Refused(
-        "keeps parameters and optimizer state in its own partitions",
-        "Save with engine.save_checkpoint; holdfast has no adapter for DeepSpeed yet.",
+    ("deepspeed.runtime.base_optimizer", "DeepSpeedOptimizer"): Refused(
+        "trains flat tensors of its own, and does not know the names of the parameters in them",
+        'Put the engine itself into the state, as {"engine": engine}.',
     ),
     ("accelerate.data_loader", "DataLoaderAdapter"): replace(
         _SILENT_LOADER, applies=lambda loader: not hasattr(loader.base_dataloader, "state_dict")

@@ -8,10 +8,10 @@ attribute that happens to be called ``module`` keeps its name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
-from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
+from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink, fsdp1
+from holdfast.frameworks.flat_memory import FlatMemory
 from holdfast.frameworks.known_types import (
     KnownType,
     Transparent,
@@ -30,6 +31,7 @@ from holdfast.frameworks.known_types import (
     type_of,
     unwrapped,
 )
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.stateful import Description, describe, is_described, reading, writing
 from holdfast.plan.layout import Replicas
 
@@ -43,17 +45,25 @@ _WRAPPERS = {
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
+    fsdp1.KIND: fsdp1.WRAPPED,
 }
 
 # Modules of torch that define harmless state-dict hooks, after which the state is still what a direct walk finds: FSDP2
-# re-shards (as this walk does), activation checkpointing strips its prefix, spectral norm adds a version number.
+# re-shards (as this walk does), FSDP1 gathers the shards that this walk describes, activation checkpointing strips its
+# prefix, spectral norm adds a version number.
 _HARMLESS_HOOKS = frozenset(
     {
         "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "torch.distributed.fsdp._state_dict_utils",
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "torch.nn.utils.spectral_norm",
     }
 )
+
+#: The type of the parameters of a module whose elements DeepSpeed's ZeRO-3 took out of it.
+_ZERO_3: Final = "ZeROOrderedDict"
+#: No parameters whose elements are outside of their module.
+_NONE: Final[Mapping[int, Piecewise]] = {}
 
 
 class ModuleAdapter:
@@ -76,7 +86,7 @@ class ModuleAdapter:
         return bind_module(path, item, source)
 
 
-class _ModuleState(NamedTuple):
+class ModuleState(NamedTuple):
     """The state of one module tree under full names. `wants` says which names are saved or loaded."""
 
     wants: Callable[[str], bool]
@@ -84,11 +94,16 @@ class _ModuleState(NamedTuple):
     extras: list[tuple[str, Description]]
     #: Every module, with the prefix of its tensors' names.
     modules: list[tuple[str, nn.Module]]
+    #: The units of FSDP1, and the places of all parameters that they manage.
+    units: list[fsdp1.FlatUnit]
+    managed: set[tuple[int, str]]
+    #: The flat memory of these units.
+    held: list[FlatMemory]
 
 
 class _Traits(NamedTuple):
     """The traits of a type of modules: what is known about it, the attribute that holds the module it wraps, the method
-    by which it changes its state dict, whether it has extra state, whether it is DDP, and whether it is FSDP2."""
+    by which it changes its state dict, whether it has extra state, whether it is DDP, FSDP2, or FSDP1."""
 
     known: KnownType | None
     wrapped: str | None
@@ -96,6 +111,7 @@ class _Traits(NamedTuple):
     has_extra_state: bool
     synchronizes: bool
     shards: bool
+    flattens: bool
 
 
 def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
@@ -104,18 +120,32 @@ def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
     FSDP2 modules are resharded first, as their ``state_dict()`` does. Raises `StateError`, code
     ``state.module_hooks``, for modules whose state a walk of parameters and buffers would miss.
     """
-    state = _read(path, module, sink.wants)
+    return describe_module(path, read_module(path, module, sink.wants), sink)
+
+
+def describe_module(path: str, state: ModuleState, sink: Sink, *, apart: Mapping[int, Piecewise] = _NONE) -> bool:
+    """Add the `state` of a module to `sink`, as `flatten_module` does. The elements of the parameters in `apart`, by
+    id, are outside of the module, in pieces."""
     tensors = sink.chosen(state.tensors)
     extras = [(name, extra) for name, extra in state.extras if sink.wants(name)]
-    if not (tensors or extras or sink.wants(path)):
+    has_portions = any(sink.wants(name) for held in state.held for part in held.portions for name in part.names)
+    if not (tensors or extras or has_portions or sink.wants(path)):
         return False
     sink.node(path, Open("module"))
-    sink.tensors(tensors)
+    sink.tensors([entry for entry in tensors if id(entry.tensor) not in apart] if apart else tensors)
+    for entry in tensors if apart else ():
+        if id(entry.tensor) in apart:
+            sink.pieces(entry.name, apart[id(entry.tensor)])
+    for held in state.held:
+        sink.hold(held)
     for name, extra in extras:
         sink.tree(name, extra.read())
     embeddings = (owner for _, owner in state.modules if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)))
-    weights = (owner._parameters.get("weight") for owner in embeddings if owner.max_norm is not None)  # noqa: SLF001
-    sink.unsteady([weight for weight in weights if weight is not None])  # with weight_norm and the like it is None
+    # (A forward under FSDP1 changes a copy of the weight, which is dropped.)
+    own = (each for each in embeddings if each.max_norm is not None and (id(each), "weight") not in state.managed)
+    weights = (owner._parameters.get("weight") for owner in own)  # noqa: SLF001
+    # With weight_norm and the like a weight is None.
+    sink.unsteady([weight for weight in weights if weight is not None and id(weight) not in apart])
     return True
 
 
@@ -124,8 +154,15 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
 
     Where FSDP2 keeps shards padded, its own post-load hook takes over the shards that got memory.
     """
-    state = _read(path, module, source.wants)
-    source.fill_all(state.tensors)
+    return bind_module_state(path, read_module(path, module, source.wants), source)
+
+
+def bind_module_state(
+    path: str, state: ModuleState, source: BindingSource, *, apart: Mapping[int, Piecewise] = _NONE
+) -> Finish:
+    """Bind the `state` of a module, as `bind_module` does; `apart` as for `describe_module`."""
+    _, module = state.modules[0]
+    _fill(state, source, apart)
     stored = {id(entry.tensor) for entry in state.tensors}
     for base, owner in state.modules:
         for name in _unstored_on_meta(owner, stored):
@@ -140,13 +177,26 @@ def bind_module(path: str, module: nn.Module, source: BindingSource) -> Finish:
     def finish() -> nn.Module:
         for extra, stored in extras:
             extra.write(stored())
+        for unit in state.units:
+            fsdp1.reshard(unit)
         for owner in module.modules():
+            if _traits(type_of(owner)).flattens:
+                continue  # its hook ends a load of state dicts, which this is not
             for hook in owner._load_state_dict_post_hooks.values():  # noqa: SLF001
                 with writing(path, f"a load_state_dict hook of {type(owner).__qualname__}"):
                     hook(owner, nn.modules.module._IncompatibleKeys([], []))  # noqa: SLF001
         return module
 
     return finish
+
+
+def _fill(state: ModuleState, source: BindingSource, apart: Mapping[int, Piecewise]) -> None:
+    source.fill_all([entry for entry in state.tensors if id(entry.tensor) not in apart] if apart else state.tensors)
+    for entry in state.tensors if apart else ():
+        if id(entry.tensor) in apart:
+            source.live(entry.name, apart[id(entry.tensor)])
+    for held in state.held:
+        source.hold(held)
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -156,13 +206,42 @@ def innermost(module: nn.Module) -> nn.Module:
     return module if inner is None else innermost(cast("nn.Module", getattr(module, inner)))
 
 
-def _read(path: str, module: nn.Module, wants: Callable[[str], bool]) -> _ModuleState:
-    state = _ModuleState(wants, [], [], [])
-    _walk(module, "", path, None, state)
+def read_module(path: str, module: nn.Module, wants: Callable[[str], bool], *, in_engine: bool = False) -> ModuleState:
+    """Walk a module. With `in_engine`, a DeepSpeed engine keeps its copies on the ranks equal, as DDP does: parameters
+    are not compared, and buffers are those of the first rank; and ZeRO-3 may hold the elements of parameters
+    elsewhere, where the caller finds them. Without an engine that is refused, code ``state.engine``."""
+    state = ModuleState(wants, [], [], [], [], set(), [])
+    _walk(module, "", path, frozenset() if in_engine else None, state)
+    if not in_engine and any(type(owner._parameters).__name__ == _ZERO_3 for _, owner in state.modules):  # noqa: SLF001
+        raise _partitioned(path)
+    fsdp1.refuse_loose(path, state.tensors, state.modules, state.managed)
+    if state.units:
+        _add_flat(path, state)
     return state
 
 
-def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: _ModuleState) -> None:
+def _note_unit(module: nn.Module, state: ModuleState) -> None:
+    """Note the parameters that a module of FSDP1 manages, which lie in modules below it."""
+    unit = fsdp1.flat_unit(module)
+    if unit is not None:
+        state.units.append(unit)
+        state.managed.update(unit.places())
+
+
+def _add_flat(path: str, state: ModuleState) -> None:
+    """Add the parameters that units of FSDP1 manage."""
+    bases: dict[int, list[str]] = {}
+    for base, owner in state.modules:
+        bases.setdefault(id(owner), []).append(base)
+    for unit in {id(unit.handle): unit for unit in state.units}.values():
+        for found in fsdp1.held_by(unit, path, bases):
+            if isinstance(found, FlatMemory):
+                state.held.append(found)
+            else:
+                state.tensors.append(found)
+
+
+def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | None, state: ModuleState) -> None:
     """Add `module` and the modules below it. `unsynced` are the tensors that DDP ignores; None outside of DDP.
 
     `prefix` is escaped already: a component is escaped letter by letter, so its parts may be escaped one by one.
@@ -180,14 +259,9 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     if traits.synchronizes:
         unsynced = _ignored(cast("nn.parallel.DistributedDataParallel", module))
     state.modules.append((base, module))
-    for name, tensor in module._parameters.items():  # noqa: SLF001
-        if tensor is not None:
-            state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
-    if module._buffers:  # noqa: SLF001
-        transient = module._non_persistent_buffers_set  # noqa: SLF001
-        for name, buffer in module._buffers.items():  # noqa: SLF001
-            if buffer is not None and name not in transient:
-                state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
+    if traits.flattens:
+        _note_unit(module, state)
+    _add_own_tensors(module, base, path, unsynced, state)
     extra = _extra_of(module, path, traits) if traits.known or traits.has_extra_state else None
     if extra is not None:
         state.extras.append((f"{base}_extra_state", extra))
@@ -195,6 +269,20 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
         if child is not None:
             inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
             _walk(child, inside, path, unsynced, state)
+
+
+def _add_own_tensors(
+    module: nn.Module, base: str, path: str, unsynced: frozenset[int] | None, state: ModuleState
+) -> None:
+    """Add the parameters and buffers of one module, without those that FSDP1 manages."""
+    for name, tensor in module._parameters.items():  # noqa: SLF001
+        if tensor is not None and (id(module), name) not in state.managed:
+            state.tensors.append(_entry(base + component(name, path=path), tensor, "split", unsynced))
+    if module._buffers:  # noqa: SLF001
+        transient = module._non_persistent_buffers_set  # noqa: SLF001
+        for name, buffer in module._buffers.items():  # noqa: SLF001
+            if buffer is not None and name not in transient:
+                state.tensors.append(_entry(base + component(name, path=path), buffer, "first", unsynced))
 
 
 def _unstored_on_meta(module: nn.Module, stored: Collection[int]) -> Iterator[str]:
@@ -300,4 +388,14 @@ def _traits(kind: type) -> _Traits:
         has_extra_state=getattr(kind, "get_extra_state", None) is not nn.Module.get_extra_state,
         synchronizes=issubclass(kind, nn.parallel.DistributedDataParallel),
         shards=fsdp is not None and issubclass(kind, fsdp.FSDPModule),
+        flattens=fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel),
+    )
+
+
+def _partitioned(path: str) -> StateError:
+    return StateError(
+        f"DeepSpeed's ZeRO-3 holds the elements of the parameters of module {path!r} in partitions outside of it.",
+        code="state.engine",
+        action='Put the engine itself into the state, as {"engine": engine}.',
+        path=path,
     )

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import compress, repeat
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch.optim import Optimizer
 
-from holdfast.errors import CorruptError, IncompatibleError
-from holdfast.format.names import component, join, parse_component, split
-from holdfast.format.values import Node, Plain, TensorRef, Text
+from holdfast.errors import IncompatibleError
+from holdfast.format.names import component, join, parse_component
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.factored_slots import factor_like
+from holdfast.frameworks.flat_slots import bind_flat_slots
+from holdfast.frameworks.optimizer_groups import (
+    SavedOptimizer,
+    bind_hyper,
+    check_alike,
+    check_rates,
+    flag,
+    group_origin,
+    is_other_class,
+    own_flags,
+    read_saved,
+)
 from holdfast.frameworks.optimizer_order import check_order
 from holdfast.frameworks.optimizer_positions import as_stored
-from holdfast.frameworks.optimizer_saving import hyper_parameters, named_parameters
+from holdfast.frameworks.optimizer_saving import named_parameters
 from holdfast.frameworks.scheduler_lists import check_lists
 from holdfast.frameworks.stateful import writing
 from holdfast.geometry import Shape
-
-if TYPE_CHECKING:
-    pass
 
 #: Optimizers of torch whose slots have other shapes than their parameter.
 _OTHER_SHAPES = (torch.optim.LBFGS, torch.optim.Adafactor)
 #: Optimizers of torch that count their steps in a number.
 _COUNT_IN_NUMBERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
-#: Keys that torch's schedulers add to the groups of any optimizer.
-_OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
 
 def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Finish:
@@ -51,8 +55,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     (``incompatible.groups``). A load that is not strict does
     not load the state of such a parameter, and gives such groups the stored hyper-parameters.
     """
-    saved = _read_saved(path, source)
-    own = _own_flags(optimizer) if _is_other_class(path, optimizer, saved, source) else frozenset[str]()
+    saved = read_saved(path, source)
+    own = own_flags(optimizer) if is_other_class(path, optimizer, saved, source) else frozenset[str]()
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, _Slot], bool]] = []
     served: dict[int, int] = {}
@@ -64,21 +68,20 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
             _check_holder(path, saved, found)
         names = [name for entry in found for name in (entry.name, *source.copies(entry.name))]
         origins = [saved.group_of[name] for name in names if name in saved.group_of]
-        origin = _origin(path, index, group, origins, saved, source)
+        origin = group_origin(path, index, group, origins, saved, source)
         if origin is None:
             continue
         if source.is_strict and origins:
             other = served.setdefault(origin, index)
-            _check_alike(path, other, index, origin, optimizer)
+            check_alike(path, other, index, origin, optimizer)
         origin_path = join(path, "param_groups", str(origin))
-        groups.append(_bind_hyper(origin_path, group, own, source))
-        on_device = any(_flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
+        groups.append(bind_hyper(origin_path, group, own, source))
+        on_device = any(flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         fitting = _fitting(path, optimizer, found, saved, source)
-        slots = _bind_slots(path, optimizer, fitting, saved, on_device, source)
-        states += zip((entry.tensor for entry in fitting), slots, repeat(on_device), strict=False)
+        states += _bind_states(path, optimizer, fitting, saved, on_device, source)
         for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
-    _check_rates(path, served, source)
+    check_rates(path, served, source)
     check_order(path, ordered, source)
     if source.is_strict:
         check_lists(path, optimizer, served, source)
@@ -104,120 +107,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
 _Slot: TypeAlias = torch.Tensor | Finish
 
 
-class _Saved(NamedTuple):
-    """An optimizer in the checkpoint: the name of its class (None if not recorded), the group of each parameter and the
-    stored name of that value, the slots of each, and the components of the shared state and of the hyper-parameters of
-    all groups."""
-
-    kind: str | None
-    group_of: dict[str, int]
-    group_names: dict[str, str]
-    slots: dict[str, set[str]]
-    shared: set[str]
-    hyper: set[str]
-
-
-def _read_saved(path: str, source: BindingSource) -> _Saved:
-    recorded = source.nodes.get(join(path, "class"))
-    kind = recorded.data.decode("utf-8", "replace") if isinstance(recorded, Text) else None
-    saved = _Saved(kind, {}, {}, {}, set(), set())
-    depth = len(split(path)) + 1
-    group_of = join(path, "group_of")
-    for name in source.stored_below(group_of):
-        node = source.nodes[name]
-        if not isinstance(node, Plain) or type(node.value) is not int:
-            raise CorruptError(
-                f"{name!r} is not an index of a parameter group.",
-                code="corrupt.values",
-                action="Use another copy or an older checkpoint.",
-                path=name,
-            )
-        parameter = str(parse_component(name[len(group_of) + 1 :].partition("/")[0]))
-        saved.group_of[parameter] = node.value
-        saved.group_names[parameter] = name
-        saved.slots[parameter] = set()
-    state = join(path, "state")
-    for name in source.stored_below(state):
-        parameter, _, below = name[len(state) + 1 :].rpartition("/")
-        while parameter and parameter not in saved.slots:
-            parameter, _, below = parameter.rpartition("/")
-        if parameter:
-            saved.slots[parameter].add(below)
-    saved.shared.update(split(name)[depth] for name in source.stored_below(join(path, "shared")))
-    for name in source.stored_below(join(path, "param_groups")):
-        saved.hyper.update(split(name)[depth + 1 : depth + 2])
-    return saved
-
-
-def _is_other_class(path: str, optimizer: Optimizer, saved: _Saved, source: BindingSource) -> bool:
-    """Whether the saved optimizer is of another class whose state this one can take.
-
-    Raises `IncompatibleError`, code ``incompatible.optimizer_class``, if it cannot take it, or the load is strict.
-    """
-    kind, name = type(optimizer).__name__, join(path, "class")
-    foreign = _foreign(optimizer, saved)
-    if foreign or (source.is_strict and saved.kind not in (None, kind)):
-        raise _other_class(path, kind, saved, foreign)
-    if saved.kind == kind:
-        source.mark(name)
-    elif saved.kind is not None:
-        source.missing(name)
-    return saved.kind not in (None, kind)
-
-
-def _foreign(optimizer: Optimizer, saved: _Saved) -> list[str]:
-    """Lines that say why stored state is foreign to an optimizer; empty if it is not.
-
-    Another class must have the same hyper-parameters. For the same class, or one that was not recorded, versions and
-    users add some, so only several on each side that the other lacks show that two classes have one name. Options add
-    slots, so slots are foreign only if each side has some that the other lacks.
-    """
-    kind = type(optimizer).__name__
-    defaults = {component(key) for key in optimizer.defaults}
-    hyper = defaults | {component(key) for group in optimizer.param_groups for key, _ in hyper_parameters(group)}
-    stored = saved.hyper - _OF_SCHEDULERS
-    theirs, mine = stored - hyper, defaults - stored
-    lines = []
-    if stored and (theirs or mine if saved.kind not in (None, kind) else min(len(theirs), len(mine)) > 1):
-        lines.append(f"hyper-parameters only in the checkpoint: {_list(theirs)}; only here: {_list(mine)}")
-    slots = {component(key) for kept in optimizer.state.values() if isinstance(kept, dict) for key in kept}
-    stored = set().union(*saved.slots.values())
-    if saved.kind != kind and stored - slots and slots - stored:
-        lines.append(f"slots only in the checkpoint: {_list(stored - slots)}; only here: {_list(slots - stored)}")
-    return lines
-
-
-def _list(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
-
-
-def _own_flags(optimizer: Optimizer) -> frozenset[str]:
-    """The flags in the groups that the class sets by itself, since its constructor does not take them. They belong to
-    the class and are not loaded from another one."""
-    parameters = inspect.signature(type(optimizer)).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
-        return frozenset()
-    flags = {key for key, value in optimizer.defaults.items() if isinstance(value, bool)}
-    return frozenset(flags - parameters.keys())
-
-
-def _other_class(path: str, kind: str, saved: _Saved, foreign: list[str]) -> IncompatibleError:
-    stored = f"class {saved.kind}" if saved.kind not in (None, kind) else "another class"
-    slots = _list(set().union(*saved.slots.values()))
-    action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}".'
-    if not foreign:
-        action = f"Build the optimizer that was saved, or load its state into {kind} with strict=False."
-    return IncompatibleError(
-        f"Optimizer {path!r} is of class {kind} here, but of {stored} in the checkpoint, with slots {slots}.",
-        code="incompatible.optimizer_class",
-        action=action,
-        path=path,
-        details=tuple(foreign),
-    )
-
-
 def _match(
-    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
+    path: str, index: int, group: Mapping[str, object], saved: SavedOptimizer, source: BindingSource
 ) -> Iterator[NamedTensor]:
     """The group's parameters that the checkpoint has, under their names there. Reports the others as missing."""
     for entry in as_stored(path, index, named_parameters(path, index, group, source), saved.group_of):
@@ -229,7 +120,7 @@ def _match(
             yield entry
 
 
-def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: BindingSource) -> None:
+def _require_equal_copies(path: str, parameter: str, saved: SavedOptimizer, source: BindingSource) -> None:
     """Require that slots stored for a parameter under its other names are equal to those that it gets."""
     for copy in source.copies(parameter):
         if copy in saved.group_of:
@@ -239,7 +130,7 @@ def _require_equal_copies(path: str, parameter: str, saved: _Saved, source: Bind
                 source.require_equal(join(state, parameter, slot), join(state, copy, slot))
 
 
-def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> None:
+def _check_holder(path: str, saved: SavedOptimizer, found: Sequence[NamedTensor]) -> None:
     """Raise if the stored state belongs to another parameter than the first one: LBFGS keeps all its state under its
     first parameter, and ignores state under any other."""
     holders = [name for name, slots in saved.slots.items() if slots]
@@ -254,12 +145,13 @@ def _check_holder(path: str, saved: _Saved, found: Sequence[NamedTensor]) -> Non
 
 
 def _fitting(
-    path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: _Saved, source: BindingSource
+    path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: SavedOptimizer, source: BindingSource
 ) -> Sequence[NamedTensor]:
     """The parameters whose stored state fits the shape that they have here. Refuses the others, or reports their state
     as missing: torch would use state of another shape without a check, and fused steps would write beyond the end of a
     shorter slot."""
-    shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in found)
+    plain = [entry for entry in found if source.held(entry.tensor) is None]
+    shapes = ((entry, _stored_shape(path, optimizer, entry, saved, source)) for entry in plain)
     others: dict[str, Shape | None] = {
         entry.name: shape for entry, shape in shapes if shape not in (None, entry.tensor.shape)
     }
@@ -280,7 +172,7 @@ def _fitting(
 
 
 def _stored_shape(
-    path: str, optimizer: Optimizer, parameter: NamedTensor, saved: _Saved, source: BindingSource
+    path: str, optimizer: Optimizer, parameter: NamedTensor, saved: SavedOptimizer, source: BindingSource
 ) -> Shape | None:
     """The shape that a parameter had when its state was saved; None if it is unknown."""
     stored = source.stored(parameter.name)
@@ -294,134 +186,6 @@ def _stored_shape(
     return next((shape for shape in shapes if shape), None)
 
 
-def _check_rates(path: str, served: Mapping[int, int], source: BindingSource) -> None:
-    """Refuse live groups in another order than the stored ones where a scheduler gave these different rates: its state
-    has a rate for each index of a group, and no names. `served` has the live index for each stored one.
-
-    Raises:
-        IncompatibleError: code ``incompatible.groups``.
-    """
-
-    def rate(index: int) -> Node | None:
-        return source.nodes.get(join(path, "param_groups", str(index), "initial_lr"))
-
-    for origin, index in served.items():
-        if origin != index and rate(origin) is not None and rate(origin) != rate(index):
-            raise IncompatibleError(
-                f"parameter group {index} of {path!r} was group {origin} when it was saved, and a scheduler keeps its "
-                "rates by the index of the group.",
-                code="incompatible.groups",
-                action="Build the groups in the saved order, or pass strict=False and set the rates yourself.",
-                path=path,
-            )
-
-
-def _check_alike(path: str, first: int, second: int, origin: int, optimizer: Optimizer) -> None:
-    """Raise if two live groups that come from one stored group differ: both would get its hyper-parameters."""
-    mine, theirs = (dict(hyper_parameters(optimizer.param_groups[index])) for index in (first, second))
-    differing = sorted(str(key) for key in mine.keys() & theirs.keys() if not _is_same(mine[key], theirs[key]))
-    if differing:
-        raise IncompatibleError(
-            f"Groups {first} and {second} of optimizer {path!r} differ here ({', '.join(differing)}), but their "
-            f"parameters were saved in one group, {origin}: both groups would get the values of that group.",
-            code="incompatible.groups",
-            action="Group the parameters as they were saved, or load the stored values into both with strict=False.",
-            path=path,
-        )
-
-
-def _is_same(mine: object, theirs: object) -> bool:
-    """Whether two hyper-parameters are equal. Objects of one class that compare by identity count as equal, and so do
-    tensors if one of them is on the meta device."""
-    if mine is theirs:
-        return True
-    if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        alike = mine.shape == theirs.shape and mine.dtype is theirs.dtype
-        return alike and (mine.is_meta or theirs.is_meta or torch.equal(mine.to(theirs.device), theirs))
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        return mine.keys() == theirs.keys() and all(_is_same(value, theirs[key]) for key, value in mine.items())
-    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
-    if type(mine).__eq__ is object.__eq__ and type(theirs).__eq__ is object.__eq__:
-        return type(mine) is type(theirs)
-    return not isinstance(mine, torch.Tensor) and not isinstance(theirs, torch.Tensor) and np.array_equal(mine, theirs)  # type: ignore[arg-type] # any objects
-
-
-def _origin(
-    path: str, index: int, group: Mapping[str, object], origins: list[int], saved: _Saved, source: BindingSource
-) -> int | None:
-    """The stored group whose hyper-parameters a live group takes: that of its parameters; for a group without
-    parameters, the one of its index."""
-    if not origins:
-        return None if group["params"] else _origin_of_empty(path, index, group, saved, source)
-    first, *others = sorted(set(origins))
-    for other in others:
-        differing = _differing(path, first, other, source)
-        if differing:
-            raise IncompatibleError(
-                f"Group {index} of optimizer {path!r} holds parameters of the stored groups {first} and {other}, whose "
-                f"hyper-parameters differ or are tensors ({', '.join(differing)}).",
-                code="incompatible.groups",
-                action="Group the parameters as they were when the checkpoint was written.",
-                path=path,
-            )
-        other_path = join(path, "param_groups", str(other))
-        for key in _hyper_nodes(other_path, source):
-            source.mark(join(other_path, key))
-    return first
-
-
-def _origin_of_empty(
-    path: str, index: int, group: Mapping[str, object], saved: _Saved, source: BindingSource
-) -> int | None:
-    """The stored group of that index; if there is none, the first one if all agree. Otherwise reports the group's keys
-    as missing, and returns None."""
-    group_path = join(path, "param_groups", str(index))
-    if group_path in source.nodes:
-        return index
-    candidates = sorted(set(saved.group_of.values()))
-    if candidates and not any(_differing(path, candidates[0], other, source) for other in candidates[1:]):
-        return candidates[0]
-    for key, _ in hyper_parameters(group):
-        source.missing(join(group_path, component(key, path=group_path)))
-    return None
-
-
-def _differing(path: str, first: int, other: int, source: BindingSource) -> list[str]:
-    """The hyper-parameters in which two stored groups differ; tensors count as different, because they are not
-    compared."""
-    mine, theirs = (_hyper_nodes(join(path, "param_groups", str(index)), source) for index in (first, other))
-    return sorted(
-        key
-        for key in mine.keys() | theirs.keys()
-        if mine.get(key) != theirs.get(key) or isinstance(mine.get(key), TensorRef)
-    )
-
-
-def _hyper_nodes(path: str, source: BindingSource) -> dict[str, Node]:
-    """The nodes of a stored group's hyper-parameters, by their path below the group's."""
-    return {name[len(path) + 1 :]: source.nodes[name] for name in source.stored_below(path) if name in source.nodes}
-
-
-def _bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str], source: BindingSource) -> Finish:
-    values = {
-        key: source.live(join(path, component(key, path=path)), value)
-        for key, value in hyper_parameters(group)
-        if key not in own
-    }
-
-    def finish() -> None:
-        group.update((key, value()) for key, value in values.items())
-
-    return finish
-
-
-def _flag(path: str, live: object, source: BindingSource) -> bool:
-    """The value that a flag will have after the load."""
-    node = source.nodes.get(path)
-    return bool(node.value if isinstance(node, Plain) else live)
-
-
 class _SlotColumn(NamedTuple):
     """The stored slots with one key, of many parameters: the name of each, the live slot (of any type), and whether it
     can be filled as it is."""
@@ -432,11 +196,27 @@ class _SlotColumn(NamedTuple):
     fits: Sequence[bool]
 
 
+def _bind_states(
+    path: str,
+    optimizer: Optimizer,
+    parameters: Sequence[NamedTensor],
+    saved: SavedOptimizer,
+    on_device: bool,
+    source: BindingSource,
+) -> Iterator[tuple[torch.Tensor, dict[object, _Slot], bool]]:
+    """Bind the stored state of the `parameters` of one group."""
+    plain = [entry for entry in parameters if source.held(entry.tensor) is None]
+    slots = _bind_slots(path, optimizer, plain, saved, on_device, source)
+    yield from zip((entry.tensor for entry in plain), slots, repeat(on_device), strict=False)
+    for owner, bound in bind_flat_slots(path, optimizer, parameters, saved.slots, on_device, source):
+        yield owner, bound, on_device
+
+
 def _bind_slots(
     path: str,
     optimizer: Optimizer,
     parameters: Sequence[NamedTensor],
-    saved: _Saved,
+    saved: SavedOptimizer,
     steps_on_device: bool,
     source: BindingSource,
 ) -> list[dict[object, _Slot]]:

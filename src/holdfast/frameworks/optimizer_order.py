@@ -63,6 +63,8 @@ def _is_flat(kept: Kept, optimizer: Optimizer) -> bool:
 
     Such state belongs to a whole group, or to all groups. So it is not searched where more parameters have state.
     """
+    if kept.held:
+        return False  # such tensors were refused
     holders = [slots for slots in kept.kept.values() if slots]
     state = cast("Mapping[object, object]", optimizer.state)
     shared = [value for key, value in state.items() if not isinstance(key, torch.Tensor)]

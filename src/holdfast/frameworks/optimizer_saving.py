@@ -14,6 +14,8 @@ from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open, Plain, TableNode
 from holdfast.frameworks import BindingSource, NamedTensor, Sink
+from holdfast.frameworks.flat_memory import FlatMemory
+from holdfast.frameworks.flat_slots import check_slots, describe_slots
 from holdfast.frameworks.known_types import Transparent, known_type, refusal_of, type_of
 from holdfast.plan.layout import Replicas
 from holdfast.wording import kind_of
@@ -25,11 +27,13 @@ _IDENTITY = ("params", "param_names")
 class Kept(NamedTuple):
     """The structure of the optimizer at `path` when it was read: its parameters by group, and the slots of each, by the
     id of the parameter. Later additions, removals and regroupings do not show here, but the tensors are the live ones.
+    A parameter that is the owner of flat memory stands in its group once for each portion, and in `held`.
     It is `Deferred`."""
 
     path: str
     groups: list[list[NamedTensor]]
     kept: dict[int, dict[object, object]]
+    held: dict[int, FlatMemory]
 
     def divided(self, ids: Container[int]) -> tuple[Kept, Kept]:
         """Two parts of this object: with the slots of the parameters with these ids, and with all others."""
@@ -50,11 +54,13 @@ class Kept(NamedTuple):
         replicas: list[Replicas] = []
         for entry in chain.from_iterable(self.groups):
             slots = self.kept.get(id(entry.tensor))
-            if slots:
+            if slots and id(entry.tensor) not in self.held:
                 names += _slot_names(f"{state}/{entry.name}", *slots)
                 values += slots.values()
                 replicas += repeat(entry.replicas, len(slots))
         sink.tensors(_tensors_of(names, values, replicas, sink))
+        for owner, held in self.held.items():
+            describe_slots(state, held, self.kept.get(owner, {}), sink)
 
 
 class KeptGroups(NamedTuple):
@@ -101,14 +107,17 @@ def read_slots(path: str, optimizer: Optimizer, sink: Sink) -> Kept:
     ``state.optimizer`` for slots that are not a dict, or belong to a tensor that is in no group.
     """
     groups = [named_parameters(path, index, group, sink) for index, group in enumerate(optimizer.param_groups)]
-    grouped = {id(entry.tensor) for group in groups for entry in group}
+    grouped = {id(entry.tensor): entry.tensor for group in groups for entry in group}
     slots: dict[int, dict[object, object]] = {}
     for key, kept in cast("Mapping[object, object]", optimizer.state).items():
         if id(key) in grouped and isinstance(kept, dict):
             slots[id(key)] = dict(kept)
         elif isinstance(key, torch.Tensor):
             raise _no_slots(path, key, kept) if id(key) in grouped else _ungrouped(path, key)
-    return Kept(path, groups, slots)
+    held = {owner: each for owner, tensor in grouped.items() if (each := sink.held(tensor)) is not None}
+    for owner, each in held.items():
+        check_slots(path, each, slots.get(owner, {}))
+    return Kept(path, groups, slots, held)
 
 
 def stepped(kept: Kept) -> list[NamedTensor]:
@@ -129,18 +138,31 @@ def is_replayed(optimizer: Optimizer) -> bool:
 def named_parameters(
     path: str, index: int, group: Mapping[str, object], owner: Sink | BindingSource
 ) -> list[NamedTensor]:
-    """The parameters of a group with their names in `owner`; raises `StateError` if one has none."""
+    """The parameters of a group with their names in `owner`; the owner of flat memory once for each portion. Raises
+    `StateError` if one has no name."""
     parameters = cast("list[torch.Tensor]", group["params"])
     entries = list(map(owner.named, parameters))
     named = [entry for entry in entries if entry is not None]
     if len(named) < len(entries):
         raise _unnamed(path, index, parameters, entries.index(None))
-    return named
+    flat = [owner.held(parameter) for parameter in parameters]
+    if not any(flat):
+        return named
+    return list(chain.from_iterable(map(_by_portion, named, flat)))
+
+
+def _by_portion(entry: NamedTensor, held: FlatMemory | None) -> list[NamedTensor]:
+    """The entry of a parameter; the owner of flat memory has one for each portion."""
+    if held is None:
+        return [entry]
+    return [NamedTensor(portion.names[0], entry.tensor, entry.replicas) for portion in held.portions]
 
 
 def hyper_parameters(group: Mapping[str, object]) -> list[tuple[str, object]]:
     """The hyper-parameters of a group, each with its key."""
-    return [(key, value) for key, value in group.items() if key not in _IDENTITY]
+    # DeepSpeed names the process group of a group of experts in it, which another job has otherwise.
+    identity = (*_IDENTITY, "name", "moe") if group.get("moe") is True else _IDENTITY
+    return [(key, value) for key, value in group.items() if key not in identity]
 
 
 def _shared(optimizer: Optimizer) -> list[tuple[object, object]]:

@@ -12,14 +12,16 @@ from functools import lru_cache
 
 from holdfast.errors import ConfigurationError
 from holdfast.frameworks import Adapter, BindingSource, Finish
+from holdfast.frameworks.deepspeed_engine import DeepSpeedAdapter
 from holdfast.frameworks.known_types import type_of
 from holdfast.frameworks.module import ModuleAdapter
 from holdfast.frameworks.optimizer import OptimizerAdapter
 from holdfast.frameworks.stateful import StatefulAdapter, reading, writing
 from holdfast.wording import kind_of
 
-#: In the order in which they are asked. Always replaced as a whole, so that other threads see a complete tuple.
-_adapters: tuple[Adapter, ...] = (ModuleAdapter(), OptimizerAdapter(), StatefulAdapter())
+#: In the order in which they are asked; DeepSpeed's engines are modules too. Always replaced as a whole, so that other
+#: threads see a complete tuple.
+_adapters: tuple[Adapter, ...] = (DeepSpeedAdapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter())
 
 
 def register_adapter(adapter: Adapter) -> None:

@@ -16,13 +16,14 @@ from holdfast.interop.dcp_metadata import DcpMetadata, decode_metadata, name_of
 from holdfast.interop.dcp_values import dcp_nodes
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.item_places import Item, item_places
-from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
+from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError, UnreadTensorError
+from holdfast.interop.pickled_tree import PickledTree
 from holdfast.wording import count
 
 METADATA: Final = ".metadata"
 _DATA_SUFFIX: Final = ".distcp"
 _RANK_METADATA: Final = re.compile(r"__[0-9]+\.metadata")
-_MAX_METADATA_NBYTES: Final = 4 << 30
+MAX_METADATA_NBYTES: Final = 4 << 30
 _SHOWN: Final = 5
 
 
@@ -40,28 +41,50 @@ class DcpFormat:
         path = folder.path(METADATA)
         if METADATA not in folder.names:
             raise _unfinished(folder)
-        data = folder.storage.read(METADATA, limit=_MAX_METADATA_NBYTES)
-        try:
-            metadata = decode_metadata(data)
-        except ForbiddenGlobalError as error:
-            raise unreadable(path, f"is refused: {error}, so the file may be an attack") from error
-        except PickleError as error:
-            raise damaged(path, f"is malformed: {error}") from error
-        files = sorted({item.file for item in _items(metadata)})
-        nbytes = _sizes(folder, metadata, files)
-        try:
-            named = [(name_of(tensor.path), tensor.items) for tensor in metadata.tensors.values()]
-        except StateError as error:
-            raise unreadable(path, f"has a name that holdfast cannot have: {error}") from error
-        places = item_places(folder, path, named, dict(zip(files, nbytes, strict=True)))
-        return ForeignState(
-            folder,
-            places,
-            files,
-            kind=DcpFormat.kind,
-            identity=xxhash.xxh3_128_hexdigest(data),
-            nodes=dcp_nodes(folder, metadata),
-        )
+        data = folder.storage.read(METADATA, limit=MAX_METADATA_NBYTES)
+        return state_of(folder, path, read_metadata(path, data), kind=DcpFormat.kind, data=data)
+
+
+def read_metadata(path: str, data: bytes) -> DcpMetadata:
+    """The content of the metadata file at `path`. Raises as `ForeignFormat.open` does."""
+    try:
+        return decode_metadata(data)
+    except ForbiddenGlobalError as error:
+        raise unreadable(path, f"is refused: {error}, so the file may be an attack") from error
+    except UnreadTensorError as error:
+        raise unreadable(path, f"cannot be read: {error}") from error
+    except PickleError as error:
+        raise damaged(path, f"is malformed: {error}") from error
+
+
+def state_of(
+    folder: ForeignFolder,
+    path: str,
+    metadata: DcpMetadata,
+    *,
+    kind: str,
+    data: bytes,
+    more: PickledTree | None = None,
+) -> ForeignState:
+    """The state that `metadata` describes, which was read from `data` at `path`, and with it the items and nodes of
+    `more`. Raises as `ForeignFormat.open` does."""
+    more = PickledTree() if more is None else more
+    beside = (item for tensor in more.items.values() for _, item in tensor.parts)
+    files = sorted({item.file for item in chain(_items(metadata), beside)})
+    nbytes = _sizes(folder, metadata, files)
+    try:
+        named = [(name_of(tensor.path), tensor.items) for tensor in metadata.tensors.values()]
+    except StateError as error:
+        raise unreadable(path, f"has a name that holdfast cannot have: {error}") from error
+    places = item_places(folder, path, [*named, *more.items.items()], dict(zip(files, nbytes, strict=True)))
+    return ForeignState(
+        folder,
+        places,
+        files,
+        kind=kind,
+        identity=xxhash.xxh3_128_hexdigest(data),
+        nodes=dcp_nodes(folder, metadata, more.nodes),
+    )
 
 
 def _unfinished(folder: ForeignFolder) -> HoldfastError:

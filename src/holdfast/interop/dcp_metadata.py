@@ -1,4 +1,8 @@
-"""The metadata of a DCP folder: which part of which tensor is which item of which file."""
+"""The metadata of a DCP folder: which part of which tensor is which item of which file.
+
+ByteCheckpoint writes the same records in classes of its own. Its items of tensors are bare elements, which a header in
+the metadata describes.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,23 @@ from holdfast.format.names import component, join
 from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
 from holdfast.interop.item_places import Item, TensorItems
-from holdfast.interop.pickle_machine import Globals, PickledObject, PickleError, pickled_objects, unpickled
-from holdfast.interop.torch_globals import PLAIN_GLOBALS, shape_of
+from holdfast.interop.pickle_machine import (
+    Globals,
+    PickledObject,
+    PickleError,
+    UnreadTensorError,
+    pickled_objects,
+    unpickled,
+)
+from holdfast.interop.strided_parts import is_row_major
+from holdfast.interop.torch_globals import ARCHIVE_GLOBALS, PLAIN_GLOBALS, PickledTensor, persistent, shape_of
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _TENSOR: Final = f"{_METADATA} TensorStorageMetadata"
 _BYTES: Final = f"{_METADATA} BytesStorageMetadata"
 #: The module in which torch before 2.4 had the properties of tensors.
 _OLD: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_BYTE_CHECKPOINT: Final = "bytecheckpoint.checkpointer.meta_type"
 #: Versions of Python write the names of these classes in several ways; none of them is looked at.
 _UNREAD: Final = (
     f"{_METADATA} StorageMeta",
@@ -43,8 +56,16 @@ _GLOBALS: Final[Globals] = {
         f"{_METADATA} ChunkStorageMetadata",
         f"{_METADATA} MetadataIndex",
         "torch.distributed.checkpoint.filesystem _StorageInfo",
+        f"{_BYTE_CHECKPOINT} Metadata",
+        f"{_BYTE_CHECKPOINT} _StorageInfo",
         *_UNREAD,
     ),
+}
+
+#: The name of the class of items, by that of the class of metadata.
+_ITEMS: Final = {
+    f"{_METADATA} Metadata": "torch.distributed.checkpoint.filesystem _StorageInfo",
+    f"{_BYTE_CHECKPOINT} Metadata": f"{_BYTE_CHECKPOINT} _StorageInfo",
 }
 
 #: The path of an entry in the nested state dict: keys of dicts, and indexes of lists.
@@ -87,9 +108,14 @@ def name_of(path: StatePath) -> str:
 
 
 def _decoded(data: bytes) -> DcpMetadata:
-    metadata = _fields(unpickled(data, _GLOBALS), f"{_METADATA} Metadata")
+    root = unpickled(data, _GLOBALS)
+    if not isinstance(root, PickledObject) or root.name not in _ITEMS:
+        raise PickleError("it has no Metadata where one belongs")
+    metadata = root.fields
+    if metadata.get("user_defined_dict"):
+        raise UnreadTensorError("it describes flat parameters (save_decomposed_model_optimizer), not the original ones")
     paths = metadata.get("planner_data") or {}
-    homes = _homes(metadata["storage_data"])
+    homes = _homes(metadata["storage_data"], _ITEMS[root.name], metadata.get("all_tensor_metadata"))
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, tuple[StatePath, Item]] = {}
     # Each key of a path is also in a name, so a sound pickle is larger than the paths in it.
@@ -129,21 +155,43 @@ def _path(path: object) -> StatePath:
     return path
 
 
-def _homes(storage: Mapping[PickledObject, object]) -> dict[tuple[str, Shape | None], Item]:
-    """The item of each part, by name and first element; None for a value."""
+def _homes(
+    storage: Mapping[PickledObject, object], kind: str, headers: Mapping[PickledObject, object] | None
+) -> dict[tuple[str, Shape | None], Item]:
+    """The item of each part, by name and first element; None for a value. Items are of the class `kind`. With
+    `headers`, those of tensors are bare."""
+    plain = {} if headers is None else {_index(index): _is_plain(header) for index, header in headers.items()}
     homes: dict[tuple[str, Shape | None], Item] = {}
     for index, info in storage.items():
         place = _fields(index, f"{_METADATA} MetadataIndex")
         at = place.get("offset")
-        item = _fields(info, "torch.distributed.checkpoint.filesystem _StorageInfo")
+        item = _fields(info, kind)
         start, nbytes = shape_of((item["offset"], item["length"]))
         file, transforms = item["relative_path"], tuple(item.get("transform_descriptors") or ())
         if not isinstance(file, str) or not isinstance(place["fqn"], str):
             raise PickleError("an item has no file or no name")
         if not all(isinstance(transform, str) for transform in transforms):
             raise PickleError("an item was put through something without a name")
-        homes[place["fqn"], None if at is None else shape_of(at)] = Item(file, start, nbytes, transforms)
+        is_bare = headers is not None and at is not None
+        if is_bare and not plain.get(_index(index)):
+            transforms = ("an order of elements that is not row-major",)
+        homes[_index(index)] = Item(file, start, nbytes, transforms, is_bare)
     return homes
+
+
+def _index(index: object) -> tuple[str, Shape | None]:
+    """The name and the first element of a part; None for a value."""
+    place = _fields(index, f"{_METADATA} MetadataIndex")
+    at = place.get("offset")
+    return place["fqn"], None if at is None else shape_of(at)
+
+
+def _is_plain(header: object) -> bool:
+    """Whether a header is that of a tensor whose elements lie in row-major order from the beginning of its item on."""
+    if not isinstance(header, bytes):
+        return False
+    tensor = unpickled(header, ARCHIVE_GLOBALS, persistent=persistent)
+    return isinstance(tensor, PickledTensor) and tensor.first == 0 and is_row_major(tensor)
 
 
 def _home(name: str, at: Shape | None, homes: Mapping[tuple[str, Shape | None], Item]) -> Item:

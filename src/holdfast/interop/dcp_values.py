@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import component, shown
@@ -15,18 +16,28 @@ from holdfast.interop.pickled_tree import CheckedNodes, nodes_of
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 
 
-def dcp_nodes(folder: ForeignFolder, metadata: DcpMetadata) -> CheckedNodes:
-    """The table of values of a DCP folder."""
-    return CheckedNodes(partial(_table, folder, metadata))
+def dcp_nodes(
+    folder: ForeignFolder, metadata: DcpMetadata, more: Mapping[str, Node | PickleError] = MappingProxyType({})
+) -> CheckedNodes:
+    """The table of values of a DCP folder, and `more` of them."""
+    return CheckedNodes(partial(_table, folder, metadata, more))
 
 
-def _table(folder: ForeignFolder, metadata: DcpMetadata) -> dict[str, Node | HoldfastError]:
+def _table(
+    folder: ForeignFolder, metadata: DcpMetadata, more: Mapping[str, Node | PickleError]
+) -> dict[str, Node | HoldfastError]:
     table: dict[str, Node | HoldfastError] = {}
     windows = Windows(folder.storage)
     for path, item in sorted(metadata.values.values(), key=lambda entry: entry[1][:2]):
         place = ArchivePlace(windows, item.file, item.start, item.nbytes)
         table.update(archived_nodes(folder, name_of(path), place, loader="dcp.load"))
-    return {**_containers(metadata), **table}
+    beside: dict[str, Node | HoldfastError] = {
+        name: unreadable(folder.location.url, f"holds {shown(name):.200}, which cannot be read: {node}")
+        if isinstance(node, PickleError)
+        else node
+        for name, node in more.items()
+    }
+    return {**_containers(metadata), **table, **beside}
 
 
 def archived_nodes(

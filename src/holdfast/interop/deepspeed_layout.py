@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from holdfast.geometry import Int64s, Shape, flat_boxes
+from holdfast.geometry import FlatRange, Int64s, Shape, flat_boxes
 
 #: DeepSpeed pads groups of ZeRO-1 and ZeRO-2 to a multiple of so many elements for each rank.
 _ALIGNMENT: Final = 2
@@ -71,6 +71,19 @@ def partition(shape: Shape, world_size: int) -> FlatParts:
     numel, part = prod(shape), share(shape, world_size)
     ranges = ((rank * part, min((rank + 1) * part, numel), rank, 0) for rank in range(world_size))
     return _joined(shape, [each for each in ranges if each[0] < each[1]])
+
+
+def own_range(first: int, numel: int, low: int, high: int) -> tuple[FlatRange, int]:
+    """The elements of a parameter at ``[first, first + numel)`` of a group of ZeRO-1 or ZeRO-2 that lie in a rank's
+    part, ``[low, high)``, and the place of the first of them in that part."""
+    start, stop = max(first, low), min(first + numel, high)
+    return (FlatRange(start - first, stop - first), start - low) if start < stop else (FlatRange(0, 0), 0)
+
+
+def own_share(shape: Shape, rank: int, world_size: int) -> FlatRange:
+    """The elements of a parameter of ZeRO-3 that a rank has."""
+    numel, part = prod(shape), share(shape, world_size)
+    return FlatRange(min(rank * part, numel), min((rank + 1) * part, numel))
 
 
 def whole_piece(shape: Shape) -> FlatParts:

@@ -11,6 +11,7 @@ from holdfast.errors import NotFoundError
 from holdfast.format.manifest import NAME as MANIFEST_NAME
 from holdfast.format.manifest import is_file_name
 from holdfast.format.records import SEAL_NAME
+from holdfast.interop.byte_checkpoint import ByteCheckpointFormat
 from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
@@ -26,6 +27,7 @@ from holdfast.store.urls import open_store
 
 #: Asked in this order.
 FORMATS: Final[tuple[ForeignFormat, ...]] = (
+    ByteCheckpointFormat(),
     DcpFormat(),
     TorchSnapshotFormat(),
     HuggingFaceFormat(),

@@ -139,7 +139,7 @@ def _is_as_before(walk: Walk, last: Sequence[WalkCache]) -> bool:
     return (
         len(last) == seen + 1
         and all(now is before for now, before in zip(walk.remembered, last, strict=False))
-        and len(last[seen].facts.names) == len(walk.left.memory)
+        and last[seen].num_left == len(walk.left.memory)
     )
 
 

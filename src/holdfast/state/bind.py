@@ -25,6 +25,7 @@ from holdfast.format.patterns import Globs
 from holdfast.format.values import Encoded, Node, Open, Stateful, TensorRef, TorchValue
 from holdfast.frameworks import Adapter, Finish, NamedTensor
 from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.registry import bound as adapted
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
@@ -51,7 +52,6 @@ from holdfast.state.match import Matcher, SelectedNodes, Terms
 from holdfast.state.meta import check_fillable
 from holdfast.state.overlap import TargetMemory, check_disjoint
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise
 from holdfast.state.random_state import RandomState
 from holdfast.state.registered_types import ARRAY, check_registered, decode, registered
 from holdfast.state.resized import INSIDE, objects_in, put
@@ -131,6 +131,7 @@ class _Binder:
         self.fill, self.fill_all = self._tensors.fill, self._tensors.fill_all
         self.memory, self.fitting = self._tensors.memory, self._tensors.fitting
         self.named, self.stored = self._tensors.named, self._tensors.stored
+        self.hold, self.held, self.portion = self._tensors.hold, self._tensors.held, self._tensors.portion
         self._unfillable: set[str] = set()
         self._reseeded: list[str] = []
         self._records = RecordTypes()
@@ -144,6 +145,7 @@ class _Binder:
     def run(self, into: MutableMapping[str, object]) -> Binding:
         finish_containers = self._dict("", into)
         self._tensors.match(named=bool(self._last))
+        self._tensors.match_held()
         self.nodes = self._all_nodes
         finish_last = [adapted(path, adapter, item, self) for path, item, adapter in self._last]
         self._tensors.match(named=False)

@@ -12,15 +12,19 @@ import torch
 from holdfast.errors import NotFoundError
 from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
+from holdfast.frameworks.flat_memory import FlatMemory, Portion
+from holdfast.frameworks.piecewise import Piecewise
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
 from holdfast.state.collect import TensorCollector, Tied, is_describable
 from holdfast.state.differences import Mismatches
+from holdfast.state.flat_owners import FlatOwners, piecewise_of
 from holdfast.state.flatten import name_of_planes, planes_as_tensors
-from holdfast.state.local_placements import DTYPE_NAMES, empty, same_placement, same_placements
+from holdfast.state.local_placements import empty, same_placement, same_placements
 from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise_layouts import describe
 from holdfast.state.registered_types import Registration, any_registered, registered
 from holdfast.wording import with_article
 
@@ -50,6 +54,7 @@ class TensorBinder:
         self._pending: list[NamedTensor] = []
         self._planed: list[tuple[NamedTensor, NamedTensor]] = []
         self._piecewise: dict[str, Piecewise] = {}
+        self._held = FlatOwners()
         self._names: dict[int, NamedTensor] = {}
         #: Tensors of registered types on the meta device, which are rebuilt from their planes.
         self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
@@ -91,6 +96,32 @@ class TensorBinder:
     def fill_pieces(self, path: str, item: Piecewise) -> None:
         """Add the pieces of a logical tensor. They are matched by `match_pieces`."""
         self._piecewise[path] = item
+
+    def hold(self, held: FlatMemory) -> None:
+        """As `BindingSource.hold`."""
+        self._held.add(held)
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """As `BindingSource.held`."""
+        return self._held.of(tensor)
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """As `BindingSource.portion`."""
+        self._piecewise[name] = piecewise_of(portion, memory)
+
+    def match_held(self) -> None:
+        """Find the source of every portion of flat memory, and note their stored names."""
+        for held in self._held.all():
+            sources: dict[tuple[str, ...], str] = {}
+            for portion in held.portions:
+                chosen = [name for name in portion.names if self._select is None or name in self._select]
+                if chosen:
+                    (described,) = describe({chosen[0]: piecewise_of(portion, held.memory)})
+                    sources[portion.names] = self._matcher.match(chosen, described.local)
+                else:
+                    sources[portion.names] = self._matcher.source_of(portion.names)
+            name = self._held.rename(held, sources.__getitem__)
+            self._names[id(held.owner)] = NamedTensor(name, held.owner, "compare")
 
     def match(self, *, named: bool) -> None:
         """Find the source of every tensor that was added since the last call; with `named`, note its stored name."""

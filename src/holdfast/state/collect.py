@@ -16,9 +16,10 @@ from holdfast.errors import StateError
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
 from holdfast.format.names import own_part
 from holdfast.frameworks import NamedTensor
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Placed, Replicas, Spec, TensorLayout, Whole
-from holdfast.state.local_placements import DTYPE_NAMES, PlacementReader, is_dtensor, local_part, local_parts, specs_of
+from holdfast.state.local_placements import PlacementReader, is_dtensor, local_part, local_parts, specs_of
 from holdfast.wording import count
 
 if TYPE_CHECKING:
@@ -76,13 +77,15 @@ class Facts(NamedTuple):
 class WalkCache(NamedTuple):
     """The result of one call of `TensorCollector.add`: the numbers and layouts of the tensors whose memory is new
     (`new`, `layouts`), and for each other tensor its number and the place in `found` of the tensor that it is tied to
-    (`tied`). It keeps the specs alive, so that no other spec gets their ids."""
+    (`tied`). It keeps the specs alive, so that no other spec gets their ids. `num_left` is the number of slots that the
+    walk had left for this call."""
 
     facts: Facts
     specs: Sequence[object]
     new: list[int]
     layouts: list[TensorLayout]
     tied: list[tuple[int, int]]
+    num_left: int = 0
 
     def untied(self, items: Sequence[T]) -> Iterable[T]:
         """Those of `items`, one per tensor, that belong to the tensors whose memory is new."""

@@ -330,6 +330,10 @@ _ACTIONS = {
     "incompatible.slots": (
         "Give the parameter its stored shape, or start its optimizer state afresh with strict=False."
     ),
+    "incompatible.flat_slots": (
+        "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "
+        "out, with select=."
+    ),
     "incompatible.kind": (
         "Put the same kind of object into the live state, or leave it out of the state. A stored dict, such as a "
         "state_dict(), fills a live dict with the same keys and tensors of their shapes: build that before the load. "

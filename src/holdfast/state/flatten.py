@@ -21,17 +21,20 @@ from holdfast.format.names import component, join, own_part, plane_component, ra
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import Adapter, Deferred, NamedTensor
+from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.frameworks.known_types import refusal_of, unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of, describing
 from holdfast.frameworks.stateful import reading
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
 from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
 from holdfast.state.differences import listing
+from holdfast.state.flat_owners import FlatOwners, piecewise_of
 from holdfast.state.local_placements import dtensor_type, is_dtensor, torch_value
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise, describe
+from holdfast.state.piecewise_layouts import describe
 from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
 from holdfast.wording import count, kind_of, with_article
@@ -163,6 +166,7 @@ class Walk:
         #: The optimizers in the state; their steps change tensors.
         self.optimizers: list[Optimizer] = []
         self._piecewise: dict[str, Piecewise] = {}
+        self._held = FlatOwners()
         self._collector = TensorCollector(last, meta=meta)
         self._num_collected = 0
         #: Parts that `finish` may name; once the constructor has decided, only those that it does name.
@@ -209,6 +213,7 @@ class Walk:
         for part in self._deferred:
             part.describe(self)
         self._gather()
+        self._collector.remembered[-1] = self.remembered[-1]._replace(num_left=len(self.left.memory))
         found = self.found()
         own = {path: node for path, node in self._nodes.items() if own_part(path)} if self._per_rank else {}
         return FlatState(
@@ -227,10 +232,12 @@ class Walk:
         # An optimizer's names contain those of parameters, so every parameter must have its canonical name first.
         self._gather()
         self._names = self._collector.names()
+        self._name_portions()
         for entry, plane in self._planed:
             canonical = self._names[id(self._tensors[plane].tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
         saved = frozenset(self._names) if self._left_out else frozenset[int]()
+        saved -= {id(entry.tensor) for entry in self._left_out if self._held.of(entry.tensor) is not None}
         for entry in sorted(self._left_out, key=_name_of):
             self._names.setdefault(id(entry.tensor), entry)
         for path, item, adapter in self._last:
@@ -246,14 +253,33 @@ class Walk:
             self._leave_some()
             self._gather()
 
+    def _name_portions(self) -> None:
+        """Name the portions in flat memory that the selection takes."""
+        for held in self._held.all():
+            for portion in held.portions:
+                wanted = [name for name in portion.names if self.wants(name)]
+                item = piecewise_of(portion, held.memory)
+                for name in wanted:
+                    self._add_piecewise(name, item)
+                if not wanted:
+                    self._left_out.append(NamedTensor(portion.names[0], held.owner, "compare"))
+            canonical = self._held.rename(held, lambda names: next(filter(self.wants, names), names[0]))
+            self._names[id(held.owner)] = NamedTensor(canonical, held.owner, "compare")
+
+    def _add_piecewise(self, name: str, item: Piecewise) -> None:
+        if name in self._piecewise or name in self._tensors or name in self._nodes:
+            raise _collision(name)
+        self._piecewise[name] = item
+
     def _leave_some(self) -> None:
         """Name the deferred parts that cannot be left for `finish`."""
         deferred, self._deferred = self._deferred, []
         for part in deferred:
             if not self._leave(part):
-                num_before = len(self._tensors)
+                num_tensors, num_pieces = len(self._tensors), len(self._piecewise)
                 part.describe(self)
-                self._stepped.update(islice(self._tensors, num_before, None))
+                self._stepped.update(islice(self._tensors, num_tensors, None))
+                self._stepped.update(islice(self._piecewise, num_pieces, None))
 
     def _refuse_part_of_trained(self, path: str, optimizer: Optimizer, saved: Holds[int]) -> None:
         """Refuse a selection that takes the state of an optimizer and only a part of the weights that it trains: after
@@ -306,6 +332,22 @@ class Walk:
         self._left_out += [entry for entry, is_wanted in zip(entries, wanted, strict=True) if not is_wanted]
         return [entry for entry, is_wanted in zip(entries, wanted, strict=True) if is_wanted]
 
+    def pieces(self, name: str, item: Piecewise) -> None:
+        """As `Sink.pieces`."""
+        self._add_piecewise(name, item)
+
+    def hold(self, held: FlatMemory) -> None:
+        """As `Sink.hold`."""
+        self._held.add(held)
+
+    def held(self, tensor: torch.Tensor) -> FlatMemory | None:
+        """As `Sink.held`."""
+        return self._held.of(tensor)
+
+    def portion(self, name: str, portion: Portion, memory: torch.Tensor) -> None:
+        """As `Sink.portion`."""
+        self._add_piecewise(name, piecewise_of(portion, memory))
+
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """As `Sink.unsteady`."""
         self._changed_elsewhere += tensors
@@ -324,7 +366,7 @@ class Walk:
         # With almost no Python code per tensor: every save runs this.
         listed = list(entries)
         added = {entry.name: entry for entry in listed}
-        known = (self._tensors.keys(), self._nodes.keys())
+        known = (self._tensors.keys(), self._nodes.keys(), self._piecewise.keys())
         if len(added) < len(listed) or not all(map(added.keys().isdisjoint, known)):
             names = [entry.name for entry in listed]
             raise _collision(
@@ -347,6 +389,11 @@ class Walk:
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """As `Sink.tree`."""
         self._visit(path, value, replicas, live=False)
+
+    def live(self, path: str, item: object) -> None:
+        """As `Sink.live`."""
+        if not self._visit(path, item, "compare", live=True) and self.wants(path):
+            raise _unsupported_leaf(path, item)
 
     def whole(self, path: str, value: object) -> None:
         """As `Sink.whole`."""

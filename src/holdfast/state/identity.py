@@ -22,11 +22,11 @@ from holdfast.format import values
 from holdfast.format.names import join
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.module import innermost
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
 from holdfast.run.session import FilledMemory, Identity, StatePart
 from holdfast.state.local_placements import local_parts
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise
 
 #: The number for memory that cannot be recognised; no storage has this address.
 _UNKNOWN: Final = 0

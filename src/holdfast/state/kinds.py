@@ -12,11 +12,11 @@ from holdfast.format import values
 from holdfast.format.names import parse_component
 from holdfast.format.values import Node, RecordNode, TableNode
 from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
 from holdfast.state.containers import maker
 from holdfast.state.local_placements import torch_value
 from holdfast.state.per_rank import PerRank
-from holdfast.state.piecewise import Piecewise
 from holdfast.state.registered_types import registered
 
 #: Kinds of dicts whose items an empty one can take.

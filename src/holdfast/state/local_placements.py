@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import CorruptError, StateError
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import TorchValue
 from holdfast.geometry import Shape
 from holdfast.plan.layout import Mesh, Placed, Placement, Replicate, Shard, StridedShard
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
     from torch.distributed.tensor.placement_types import Shard as TorchShard
     from torch.distributed.tensor.placement_types import _StridedShard as TorchStridedShard
-
-#: The names of the dtypes that can be stored.
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    dtype: name for name in DTYPES if isinstance(dtype := getattr(torch, name, None), torch.dtype)
-}
 
 
 def dtensor_type() -> type[DTensor] | None:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import prod
 from operator import index
-from typing import Literal, NamedTuple, SupportsIndex
+from typing import Literal, SupportsIndex
 
 import torch
 from torch import nn
 
-from holdfast.errors import StateError
-from holdfast.format.names import own_part
+from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Box, FlatRange, Shape, intersect
-from holdfast.plan.layout import Pieces, TensorLayout
-from holdfast.state.collect import LocalTensor, check_shape, reaches_beyond
-from holdfast.state.local_placements import DTYPE_NAMES
 from holdfast.wording import count, kind_of
 
 
@@ -71,39 +67,6 @@ class Piecewise:
     def __repr__(self) -> str:
         parts = ", ".join(str(part) for part, _ in self.pieces)
         return f"Piecewise({self.shape}, {self.dtype}, [{parts}])"
-
-
-class DescribedPieces(NamedTuple):
-    """A tensor given in pieces, and its names; the first one is canonical."""
-
-    names: list[str]
-    local: LocalTensor
-
-
-def describe(items: Mapping[str, Piecewise]) -> Iterator[DescribedPieces]:
-    """The layout and memory of all `items`, sorted by name.
-
-    One object under several names is one tensor. The same memory in several objects is not, since each object says
-    which tensor it is a part of. Raises `StateError` where an item lies in a `PerRank`, or its memory was released or
-    resized.
-    """
-    names: dict[int, list[str]] = {}
-    for name in sorted(items):
-        if own_part(name):
-            raise _in_per_rank(name)
-        names.setdefault(id(items[name]), []).append(name)
-    for aliases in names.values():
-        item = items[aliases[0]]
-        check_shape(aliases[0], item.shape)
-        held = [(part, memory.detach()) for part, memory in item.pieces if part.numel]
-        for part, memory in held:
-            if not memory.data_ptr() or reaches_beyond(memory):
-                raise _released(aliases[0], part)
-            if not _fits(part, memory):
-                raise _resized(aliases[0], part, memory)
-        spec = Pieces(tuple(part for part, _ in held), item.replicas)
-        layout = TensorLayout(aliases[0], DTYPE_NAMES[item.dtype], item.shape, spec)
-        yield DescribedPieces(aliases, LocalTensor(layout, tuple(memory for _, memory in held)))
 
 
 def _shape(shape: object) -> Shape:
@@ -162,7 +125,7 @@ def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
         wanted = f"shape {part.size}"
     if not inside:
         raise ValueError(f"{part} lies outside a tensor of shape {shape}")
-    if not _fits(part, memory):
+    if not fits(part, memory):
         raise ValueError(f"the memory of {part} has shape {tuple(memory.shape)}; it must have {wanted}")
     if memory.layout is not torch.strided or memory.is_meta or memory.is_neg() or memory.is_conj():
         raise ValueError(f"the memory of {part} is sparse, on the meta device, or a lazy view; give it dense memory")
@@ -170,7 +133,8 @@ def _check(part: FlatRange | Box, memory: torch.Tensor, shape: Shape) -> None:
         raise ValueError(f"the memory of {part} is neither contiguous nor 1-d, but a flat range is in row-major order")
 
 
-def _fits(part: FlatRange | Box, memory: torch.Tensor) -> bool:
+def fits(part: FlatRange | Box, memory: torch.Tensor) -> bool:
+    """Whether `memory` has the elements of `part`."""
     if isinstance(part, FlatRange):
         return memory.numel() == part.numel
     return tuple(memory.shape) == tuple(part.size)
@@ -186,30 +150,3 @@ def _check_disjoint(parts: Sequence[FlatRange | Box]) -> None:
                 break  # all that follow start behind this box too
             if intersect(box, other) is not None:
                 raise ValueError(f"{part} and {other_part} overlap, but the pieces of one rank must be disjoint")
-
-
-def _in_per_rank(name: str) -> StateError:
-    return StateError(
-        f"Tensor {name!r} has parts on several ranks, but is in a PerRank.",
-        code="state.per_rank",
-        action="Take it out of the PerRank, or put plain tensors into the PerRank.",
-        tensor=name,
-    )
-
-
-def _released(name: str, part: FlatRange | Box) -> StateError:
-    return StateError(
-        f"Tensor {name!r} cannot be stored: the memory of {part} was released, or made smaller.",
-        code="state.unsupported_tensor",
-        action="Save while the memory exists, or make a new Piecewise from the memory that holds the elements now.",
-        tensor=name,
-    )
-
-
-def _resized(name: str, part: FlatRange | Box, memory: torch.Tensor) -> StateError:
-    return StateError(
-        f"The memory of {part} of tensor {name!r} was resized: its shape is now {list(memory.shape)}.",
-        code="state.local_shape",
-        action="Make a new Piecewise from the memory that holds the elements now.",
-        tensor=name,
-    )

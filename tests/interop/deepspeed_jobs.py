@@ -1,0 +1,178 @@
+"""Jobs of the real DeepSpeed that save their engines with holdfast and load them on other ranks and stages.
+
+    torchrun --standalone --nproc_per_node 3 -m tests.interop.deepspeed_jobs save FOLDER CASE...
+    torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs load FOLDER FROM:TO...
+
+``save`` trains an engine of each case for four steps, saves it into FOLDER/CASE/run, and writes what the live engine
+holds beside it. It counts the bytes that collectives send meanwhile. Then the engine trains on, and what it holds two
+steps later is written too. ``load`` builds a fresh engine of the case TO, loads the run of the case FROM into it, and
+compares everything with these files by bits; where the case and the number of ranks are the same, after two more steps
+also. What it finds is printed as JSON by rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import holdfast
+from tests.interop.write_deepspeed import BF16, CASES, FP16, SLOTS, kept_values, live_values, new_engine, train
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """Note each collective of torch.distributed that the block runs."""
+    calls: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        yield calls
+    calls += [event.name for event in profiler.events() if event.name.startswith("c10d::")]
+
+
+#: Cases without ZeRO, and more options of ZeRO-3.
+CASES |= {
+    "zero0": {},
+    "zero0-bf16": BF16,
+    "zero0-fp16": FP16,
+    "zero3-fp16": {**FP16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+}
+
+
+def stage_of(case: str) -> int:
+    """The ZeRO stage of a case."""
+    return int(CASES[case].get("zero_optimization", {}).get("stage", 0))
+
+
+def held(engine: Any, case: str) -> dict[str, torch.Tensor]:
+    """Everything that a live engine holds, whole, in its own memory."""
+    stage = stage_of(case)
+    found = (live_values(engine, stage) if stage else unpartitioned_values(engine)) | kept_values(engine, stage)
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def unpartitioned_values(engine: Any) -> dict[str, torch.Tensor]:
+    """As `live_values`, without ZeRO: each rank has every master weight."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    lower = getattr(engine.optimizer, "fp16_groups", [group["params"] for group in inner.param_groups])
+    upper = getattr(engine.optimizer, "fp32_groups", lower)
+    found = {}
+    for parameters, masters in zip(lower, upper, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            name = engine.param_names[parameter]
+            found[f"{name}/master"] = master
+            found |= {f"{name}/{slot}": inner.state[master][slot] for slot in SLOTS}
+    return found
+
+
+def values_of(engine: Any) -> dict[str, Any]:
+    """The values of an engine that a run goes on from, in plain types."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    return {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups],
+        "scheduler": engine.lr_scheduler.state_dict()["last_epoch"],
+        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
+        "scale": [scaler.cur_scale, scaler.cur_iter] if scaler is not None and scaler.dynamic else None,
+        "steps": sorted({float(slots["step"]) for slots in inner.state.values()}),
+    }
+
+
+def save(folder: Path, case: str) -> dict[str, Any]:
+    """Train, save, train on."""
+    engine = train(new_engine(CASES[case]), 4)
+    with counted() as calls:
+        holdfast.save(folder / case / "run", {"engine": engine, "epoch": 3}, 4)
+    during = list(calls)
+    before = held(engine, case), values_of(engine)
+    with counted() as calls:
+        train(engine, 2, first=4)
+    after = held(engine, case)
+    if dist.get_rank() == 0:
+        torch.save(
+            {"held": before[0], "values": before[1], "after": after, "ranks": dist.get_world_size()},
+            folder / case / "expected.pt",
+        )
+    dist.barrier()
+    return {"during": during, "training": len(calls)}
+
+
+def load(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Load into a fresh engine, and compare."""
+    torch.manual_seed(7)
+    engine = new_engine(CASES[target], seed=99)
+    state = {"engine": engine, "epoch": 0}
+    report = holdfast.load(folder / source / "run", state, strict=not source.startswith("plain"))
+    expected = torch.load(folder / source / "expected.pt", weights_only=False)
+    found = held(engine, target)
+    differing = list(differences(expected["held"], found))
+    result: dict[str, Any] = {
+        "differing": differing,
+        "compared": len(found),
+        "values": values_of(engine) == expected["values"],
+        "epoch": state["epoch"],
+        "missing": sorted(report.missing),
+        "unexpected": sorted(report.unexpected),
+    }
+    if not result["values"]:
+        result["here"], result["there"] = repr(values_of(engine)), repr(expected["values"])
+    result["casts"] = list(cast_faults(engine, found))
+    if source == target and expected["ranks"] == dist.get_world_size():
+        train(engine, 2, first=4)
+        result["after"] = list(differences(expected["after"], held(engine, target)))
+    return result
+
+
+def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Iterator[str]:
+    """The names of what both stages hold, and hold differently."""
+    for name in sorted(expected.keys() & found.keys()):
+        mine, theirs = found[name], expected[name]
+        if mine.dtype != theirs.dtype and name.endswith("/module"):
+            continue
+        if mine.dtype != theirs.dtype or not torch.equal(bits(mine), bits(theirs)):
+            yield name
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def cast_faults(engine: Any, found: dict[str, torch.Tensor]) -> Iterator[str]:
+    """The names of parameters of the module that are not their master weights, cast."""
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        with deepspeed.zero.GatheredParameters([parameter]):
+            master = found.get(f"{name}/master", parameter)
+            if not torch.equal(bits(parameter), bits(master.to(parameter.dtype))):
+                yield name
+
+
+def main(verb: str, folder: Path, cases: list[str]) -> None:
+    """Run one verb for several cases."""
+    # Else DeepSpeed compiles C++ for its own collectives in shared memory, which takes minutes and a compiler.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed refuses fp16 on a CPU; torch computes it there.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    deepspeed.init_distributed("gloo")
+    results = {}
+    for case in cases:
+        results[case] = save(folder, case) if verb == "save" else load(folder, *case.split(":"))
+    if dist.get_rank() == 0:
+        (folder / f"{verb}.json").write_text(json.dumps(results, default=str))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
