@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, Sink
-from holdfast.state.piecewise import Piecewise
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.trainers.megatron_padding import fitted
 from holdfast.trainers.megatron_shards import HeldObject, HeldShard, joined, read_tree
 from holdfast.wording import kind_of

@@ -16,7 +16,7 @@ import torch
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, Sink
-from holdfast.state.piecewise import Piecewise
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.trainers.megatron_model import MegatronChunks, bind_pieces, name_below
 from holdfast.trainers.megatron_shards import HeldPiece, HeldShard, joined
 from holdfast.trainers.megatron_trained import (

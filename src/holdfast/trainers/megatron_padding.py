@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, FlatRange, Shape, intersect, subtract, whole
-from holdfast.state.piecewise import Piecewise
 
 
 class FittedTensor(NamedTuple):

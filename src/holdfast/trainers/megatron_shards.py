@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from holdfast.errors import StateError
+from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, FlatRange, Shape
-from holdfast.state.piecewise import Piecewise
 from holdfast.trainers.megatron_ranges import (
     StridedPart,
     boxes_in_range,
