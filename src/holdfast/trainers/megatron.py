@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from holdfast.frameworks.registry import register_adapter
+from holdfast.errors import StateError
+from holdfast.frameworks.megatron_model import MegatronChunks
+from holdfast.frameworks.megatron_optimizer import MegatronSlots
 from holdfast.state.per_rank import PerRank
 from holdfast.state.random_state import RandomState
-from holdfast.trainers.megatron_model import MegatronChunks, MegatronModelAdapter
-from holdfast.trainers.megatron_optimizer import MegatronOptimizerAdapter, MegatronSlots
 
 __all__ = ["megatron_state"]
 
-register_adapter(MegatronModelAdapter())
-register_adapter(MegatronOptimizerAdapter())
+_TESTED: Final = "0.16.1"
 
 
 def megatron_state(
@@ -48,9 +47,11 @@ def megatron_state(
     `metadata` goes to ``sharded_state_dict`` and decides about the keys, such as ``{"non_homogeneous_layers": True}``
     for one tensor per layer instead of stacks of all layers. Pass the same in all jobs of a run.
 
-    Raises `TypeError` for chunks without a ``sharded_state_dict``, and `StateError`, code ``state.megatron``, for an
-    optimizer that holdfast does not know: precision-aware ones, and those of Megatron-FSDP.
+    Raises `TypeError` for chunks without a ``sharded_state_dict``, and `StateError`, code ``state.megatron``, for other
+    versions of Megatron-core than 0.16, and for an optimizer that holdfast does not know: precision-aware ones, those
+    of Megatron-FSDP, Muon, and optimizers on the CPU.
     """
+    _check_version()
     chunks = MegatronChunks([model] if isinstance(model, nn.Module) else list(model), metadata or {})
     state: dict[str, object] = {"model": chunks}
     if optimizer is not None:
@@ -61,6 +62,17 @@ def megatron_state(
     state["random"] = RandomState()
     state["model_parallel_random"] = PerRank(tracker, on_resize=lambda *_: tracker.state_dict())
     return state
+
+
+def _check_version() -> None:
+    found = getattr(sys.modules.get("megatron.core"), "__version__", _TESTED)
+    if found.split(".")[:2] != _TESTED.split(".")[:2]:
+        raise StateError(
+            f"holdfast was tested with megatron-core {_TESTED}, and this is {found}, whose optimizers may hold their "
+            "state elsewhere.",
+            code="state.megatron",
+            action=f"Install megatron-core {_TESTED}, or save with megatron.core.dist_checkpointing.",
+        )
 
 
 class _TrackedGenerators:

@@ -14,6 +14,8 @@ _CHAINED: Final = "ChainedOptimizer"
 _DISTRIBUTED: Final = "DistributedOptimizer"
 _FLOAT16: Final = "Float16OptimizerWithFloat16Params"
 _FLOAT32: Final = "FP32Optimizer"
+#: The optimizers inside them that have been tried, and those of Apex and Transformer Engine, which have the same state.
+_INNER: Final = frozenset(("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD"))
 #: The entries of a parameter's optimizer state that count its steps.
 STEP: Final = "step"
 #: The keys by which Megatron tells parameter groups apart, whatever the layout, and the beginning that NeMo gives them.
@@ -55,11 +57,13 @@ class TrainedRange(NamedTuple):
 
 def plain_optimizers(optimizer: Any, path: str) -> list[Any]:
     """The optimizers that `optimizer` chains, or itself. Refuses kinds that are not known, by `path`."""
-    names = _names(optimizer)
-    if _CHAINED in names:
+    kind = _kind(optimizer)
+    if kind == _CHAINED:
         return [each for chained in optimizer.chained_optimizers for each in plain_optimizers(chained, path)]
-    if not names & {_DISTRIBUTED, _FLOAT16, _FLOAT32}:
+    if kind not in (_DISTRIBUTED, _FLOAT16, _FLOAT32):
         raise refused(path, f"is {kind_of(optimizer)}, which holdfast does not know")
+    if type(optimizer.optimizer).__name__ not in _INNER:
+        raise refused(path, f"works with {kind_of(optimizer.optimizer)}, whose state holdfast does not know")
     config = getattr(optimizer, "config", None)
     if getattr(config, "use_precision_aware_optimizer", False):
         raise refused(path, "is precision-aware: it keeps scaled state, of which Megatron gives copies only")
@@ -70,10 +74,10 @@ def plain_optimizers(optimizer: Any, path: str) -> list[Any]:
 
 def trained_ranges(optimizer: Any, path: str) -> list[TrainedRange]:
     """All ranges that the plain optimizer `optimizer` trains on this rank."""
-    names = _names(optimizer)
-    if _DISTRIBUTED in names:
+    kind = _kind(optimizer)
+    if kind == _DISTRIBUTED:
         found = list(_distributed(optimizer))
-    elif _FLOAT16 in names:
+    elif kind == _FLOAT16:
         found = list(_whole(optimizer))
     else:
         found = list(_float32(optimizer.optimizer))
@@ -132,8 +136,10 @@ def refused(path: str, what: str) -> StateError:
     )
 
 
-def _names(optimizer: object) -> set[str]:
-    return {base.__qualname__ for base in type(optimizer).__mro__ if base.__module__.startswith("megatron.core.opt")}
+def _kind(optimizer: object) -> str | None:
+    """The name of the class in Megatron; None for a class of anything else, also one that is derived from these."""
+    kind = type(optimizer)
+    return kind.__qualname__ if kind.__module__.startswith("megatron.core.optimizer.") else None
 
 
 def _distributed(optimizer: Any) -> Iterator[TrainedRange]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
 
+from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, Sink
+from holdfast.frameworks.megatron_padding import fitted
+from holdfast.frameworks.megatron_shards import HeldObject, HeldPiece, HeldShard, joined, read_tree
+from holdfast.frameworks.megatron_trained import TrainedRange
 from holdfast.frameworks.piecewise import Piecewise
-from holdfast.trainers.megatron_padding import fitted
-from holdfast.trainers.megatron_shards import HeldObject, HeldShard, joined, read_tree
 from holdfast.wording import kind_of
 
 #: Modules around a chunk, whose `module` has the sharded state dict with the keys of the model.
@@ -30,11 +32,23 @@ _EXTRA: Final = "_extra_state"
 
 
 class HeldChunk(NamedTuple):
-    """A model chunk, with the shards and the objects that it holds."""
+    """A model chunk, with the shards and the objects that it holds. `gathers_late` says that a step of the optimizer
+    changes only the elements that this rank trains, and that the next forward gathers all others."""
 
     chunk: nn.Module
     shards: Sequence[HeldShard]
     objects: Sequence[HeldObject]
+    gathers_late: bool
+
+
+class ChunkTrainer(Protocol):
+    """The optimizer of the model chunks of a rank."""
+
+    def trained(self, path: str) -> Iterator[TrainedRange]:
+        """The ranges of parameters that it trains on this rank; `path` is for messages."""
+
+    def renew_masters(self, path: str) -> None:
+        """Copy the parameters into their master weights."""
 
 
 class MegatronChunks:
@@ -42,21 +56,20 @@ class MegatronChunks:
     ``sharded_state_dict``."""
 
     def __init__(self, chunks: Sequence[nn.Module], metadata: Mapping[str, Any]) -> None:
-        self._chunks = [unwrapped_chunk(chunk) for chunk in chunks]
-        for chunk in self._chunks:
+        self._chunks = [(unwrapped_chunk(chunk), _gathers_late(chunk)) for chunk in chunks]
+        for chunk, _ in self._chunks:
             if not callable(getattr(chunk, "sharded_state_dict", None)):
                 raise TypeError(f"a model chunk of Megatron has a sharded_state_dict, but {kind_of(chunk)} has none")
         self._metadata = dict(metadata)
         #: The path of the last save or load in the state; the slots of the optimizer are named after it.
         self.path = ""
-        #: Copies the weights into the optimizer's master weights, after a load that leaves the optimizer out.
-        self.renew_masters: Callable[[], None] | None = None
+        self.trainer: ChunkTrainer | None = None
         #: Whether the current load fills the optimizer too.
         self.fills_masters = False
 
     def read(self) -> list[HeldChunk]:
         """What the chunks hold now. Copies no weights, and no rank communicates."""
-        return [HeldChunk(chunk, *self._tree(chunk)) for chunk in self._chunks]
+        return [HeldChunk(chunk, *self._tree(chunk), gathers_late) for chunk, gathers_late in self._chunks]
 
     def _tree(self, chunk: nn.Module) -> tuple[Sequence[HeldShard], Sequence[HeldObject]]:
         # Megatron puts process groups into the metadata that it gets.
@@ -79,7 +92,7 @@ class MegatronModelAdapter:
         """As `Adapter.describe`."""
         item.path = path
         held = item.read()
-        tensors = {key: each for key, each in _tensors(path, held).items() if sink.wants(name_below(path, key))}
+        tensors = {key: each for key, each in _current(path, item, held).items() if sink.wants(name_below(path, key))}
         if not tensors and not sink.wants(path):
             return False
         sink.node(path, Open("dict"))
@@ -111,8 +124,8 @@ class MegatronModelAdapter:
         def finish() -> object:
             for step in steps:
                 step()
-            if tensors and item.renew_masters is not None and not item.fills_masters:
-                item.renew_masters()
+            if tensors and item.trainer is not None and not item.fills_masters:
+                item.trainer.renew_masters(path)
             return item
 
         return finish
@@ -150,8 +163,44 @@ def unwrapped_chunk(chunk: nn.Module) -> nn.Module:
     return chunk
 
 
+def _gathers_late(chunk: nn.Module) -> bool:
+    config = getattr(chunk, "ddp_config", None)
+    return bool(getattr(config, "use_distributed_optimizer", False) and getattr(config, "overlap_param_gather", False))
+
+
 def _tensors(path: str, held: Sequence[HeldChunk]) -> dict[str, Piecewise]:
     return joined(((shard, shard.pieces()) for chunk in held for shard in chunk.shards), path)
+
+
+def _current(path: str, item: MegatronChunks, held: Sequence[HeldChunk]) -> dict[str, Piecewise]:
+    """The weights of the last step. Where the next forward gathers them, each rank has the elements that it trains, and
+    older values of all others."""
+    late = [chunk for chunk in held if chunk.gathers_late]
+    if not late:
+        return _tensors(path, held)
+    if item.trainer is None:
+        raise StateError(
+            f"The Megatron model {path!r} gathers its weights in the next forward (overlap_param_gather), so each rank "
+            "has current values only of those that its optimizer trains.",
+            code="state.megatron",
+            action="Give the optimizer to megatron_state, too.",
+            path=path,
+        )
+    trained: dict[int, list[TrainedRange]] = {}
+    for each in item.trainer.trained(path):
+        trained.setdefault(id(each.parameter), []).append(each)
+    return joined(((shard, _current_pieces(shard, chunk, trained)) for chunk in held for shard in chunk.shards), path)
+
+
+def _current_pieces(
+    shard: HeldShard, chunk: HeldChunk, trained: Mapping[int, Sequence[TrainedRange]]
+) -> Iterator[HeldPiece]:
+    if not (chunk.gathers_late and shard.owner.requires_grad):
+        yield from shard.pieces()
+        return
+    for each in trained.get(id(shard.owner), ()):
+        elements = shard.owner.detach().view(-1)[each.start : each.stop]
+        yield from shard.pieces_of(elements, each.start)
 
 
 def _stored(value: object) -> object:

@@ -15,15 +15,15 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.frameworks.piecewise import Piecewise
-from holdfast.geometry import Box, FlatRange, Shape
-from holdfast.trainers.megatron_ranges import (
+from holdfast.frameworks.megatron_ranges import (
     StridedPart,
     boxes_in_range,
     dense_part,
     flat_position,
     is_one_range,
 )
+from holdfast.frameworks.piecewise import Piecewise
+from holdfast.geometry import Box, FlatRange, Shape
 from holdfast.wording import kind_of
 
 _MODULE: Final = "megatron.core.dist_checkpointing.mapping"

@@ -15,11 +15,10 @@ import torch
 
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
-from holdfast.frameworks import BindingSource, Finish, Sink
-from holdfast.frameworks.piecewise import Piecewise
-from holdfast.trainers.megatron_model import MegatronChunks, bind_pieces, name_below
-from holdfast.trainers.megatron_shards import HeldPiece, HeldShard, joined
-from holdfast.trainers.megatron_trained import (
+from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
+from holdfast.frameworks.megatron_model import MegatronChunks, bind_pieces, name_below
+from holdfast.frameworks.megatron_shards import HeldPiece, HeldShard, joined
+from holdfast.frameworks.megatron_trained import (
     STEP,
     TrainedRange,
     hyper_parameters,
@@ -29,6 +28,8 @@ from holdfast.trainers.megatron_trained import (
     set_hyper_parameters,
     trained_ranges,
 )
+from holdfast.frameworks.optimizer_saving import is_replayed
+from holdfast.frameworks.piecewise import Piecewise
 
 #: The slot of the master weights, as DeepSpeed's have it too.
 MASTER: Final = "fp32"
@@ -41,17 +42,21 @@ class MegatronSlots:
         plain_optimizers(optimizer, "optimizer")
         self.optimizer = optimizer
         self.chunks = chunks
-        chunks.renew_masters = self.renew_masters
+        chunks.trainer = self
 
     def plain(self, path: str) -> list[PlainOptimizer]:
         """The optimizers that it consists of, with all that they train on this rank."""
         return [PlainOptimizer(each, trained_ranges(each, path)) for each in plain_optimizers(self.optimizer, path)]
 
-    def renew_masters(self) -> None:
-        """Copy the parameters into their master weights."""
-        for plain in self.plain("optimizer"):
-            for trained in plain.ranges:
-                copy_to_master(trained)
+    def trained(self, path: str) -> Iterator[TrainedRange]:
+        """As `ChunkTrainer.trained`."""
+        for plain in self.plain(path):
+            yield from plain.ranges
+
+    def renew_masters(self, path: str) -> None:
+        """As `ChunkTrainer.renew_masters`."""
+        for trained in self.trained(path):
+            copy_to_master(trained)
 
 
 class PlainOptimizer(NamedTuple):
@@ -105,9 +110,18 @@ class MegatronOptimizerAdapter:
         sink.node(path, Open("optimizer"))
         for below in ("state", "param_groups", "group_of"):
             sink.node(join(path, below), Open("dict"))
+        stepped: list[NamedTensor] = []
         for slot, tensors in _slots(path, held).items():
             for key, tensor in tensors.items():
-                sink.tree(_slot_name(path, name_below(model, key), slot), tensor)
+                weight = name_below(model, key)
+                name = _slot_name(path, weight, slot)
+                sink.tree(name, tensor)
+                stepped += [
+                    NamedTensor(each, memory, "split") for each in (name, weight) for _, memory in tensor.pieces[:1]
+                ]
+        for inner in (plain.optimizer.optimizer for plain in held.plain):
+            # Megatron copies masters to weights after the step of the inner optimizer, which the guard delays.
+            sink.steps(inner, [] if is_replayed(inner) else stepped)
         for name, group in hyper_parameters(held.optimizers, path).items():
             sink.tree(join(path, "param_groups", component(name)), group)
         for name, group_name in _group_of(model, held).items():
@@ -171,12 +185,24 @@ def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> I
         yield lambda: _set_steps(held, cast("int", load()))
     elif _steps(path, held) is not None:
         source.missing(step)
-    for number, scaler in _scalers(held):
-        name = join(path, "grad_scaler", str(number))
-        if name in source.nodes:
-            yield partial(_load_scaler, scaler, source.opaque(name))
+    yield from _bind_scalers(path, held, source)
+
+
+def _bind_scalers(path: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:
+    """Bind the loss scalers. A layout with other expert parallelism has more of them, or fewer: those that the
+    checkpoint lacks go on from the first one, whose scale is that of the loss."""
+    scalers = list(_scalers(held))
+    if not scalers:
+        return
+    above = join(path, "grad_scaler")
+    stored = {name.removeprefix(f"{above}/").partition("/")[0] for name in source.stored_below(above)}
+    loads = {number: source.opaque(join(above, number)) for number in sorted(stored)}
+    for number, scaler in scalers:
+        load = loads.get(str(number), loads.get("0"))
+        if load is None:
+            source.missing(join(above, str(number)))
         else:
-            source.missing(name)
+            yield partial(_load_scaler, scaler, load)
 
 
 def copy_to_master(trained: TrainedRange) -> None:

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import StateError
+from holdfast.frameworks.megatron_padding import fitted
+from holdfast.frameworks.megatron_ranges import StridedPart, boxes_in_range, dense_part, is_one_range
+from holdfast.frameworks.megatron_shards import joined, read_tree
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, FlatRange
-from holdfast.trainers.megatron_padding import fitted
-from holdfast.trainers.megatron_ranges import StridedPart, boxes_in_range, dense_part, is_one_range
-from holdfast.trainers.megatron_shards import joined, read_tree
 
 
 @st.composite
