@@ -29,7 +29,8 @@ WIDTH, LAYERS = 16, 4
 
 class Layout(NamedTuple):
     """How the ranks divide a job: sizes of the parallel axes (the rest of the ranks is data parallel), whether the
-    optimizer is distributed, and the least number of elements in a bucket of it."""
+    optimizer is distributed, the least number of elements in a bucket of it, and whether the weights are gathered in
+    the next forward."""
 
     tp: int = 1
     pp: int = 1
@@ -37,6 +38,7 @@ class Layout(NamedTuple):
     ep: int = 1
     distributed: bool = True
     bucket: int | None = 500
+    late: bool = False
 
 
 class Kind(NamedTuple):
@@ -97,7 +99,10 @@ def _chunks(layout: Layout, kind: Kind) -> list[Any]:
     )
     spec = get_gpt_layer_local_spec(num_experts=kind.experts, moe_grouped_gemm=kind.grouped)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=layout.distributed, overlap_grad_reduce=True, bucket_size=layout.bucket
+        use_distributed_optimizer=layout.distributed,
+        overlap_grad_reduce=True,
+        overlap_param_gather=layout.late,
+        bucket_size=layout.bucket,
     )
     chunks = []
     for stage in range(layout.vpp or 1):
@@ -131,6 +136,7 @@ def _optimizer(chunks: list[Any], layout: Layout, kind: Kind) -> Any:
         fp16=kind.fp16,
         params_dtype=_dtype(kind),
         use_distributed_optimizer=layout.distributed,
+        overlap_param_gather=layout.late,
         clip_grad=0.0,
         initial_loss_scale=1024.0,
     )
@@ -156,6 +162,7 @@ def _scheduler(optimizer: Any) -> Any:
 def train(job: Job, steps: int, *, first: int = 0) -> None:
     """Steps whose gradients are functions of the weights, so that all layouts compute the same."""
     for step in range(first, first + steps):
+        gather_weights(job)
         for chunk in job.chunks:
             for parameter in chunk.parameters():
                 parameter.main_grad.copy_(parameter.detach().float() * 0.5 + 0.01 * (step + 1))
@@ -163,6 +170,13 @@ def train(job: Job, steps: int, *, first: int = 0) -> None:
             done, *_ = job.optimizer.step()
         assert done
         job.scheduler.step(increment=1)
+
+
+def gather_weights(job: Job) -> None:
+    """Gather the weights, as a forward does, where a step of the optimizer does not."""
+    for chunk in job.chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
 
 
 def fill(job: Job) -> None:

@@ -19,12 +19,23 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import StateError
 from holdfast.state.flatten import flatten
+from tests.support.collectives import counted
 from tests.support.ranks import run_ranks
 
 pytest.importorskip("megatron.core")
 
 from holdfast.trainers.megatron import megatron_state
-from tests.trainers.megatron_job import Kind, Layout, fill, megatron_job, shards, train, weights, whole_state
+from tests.trainers.megatron_job import (
+    Kind,
+    Layout,
+    fill,
+    gather_weights,
+    megatron_job,
+    shards,
+    train,
+    weights,
+    whole_state,
+)
 
 pytestmark = [
     pytest.mark.megatron,
@@ -46,6 +57,11 @@ PAIRS = [
     ("more stages", Kind(), 4, Layout(tp=2), 4, Layout(pp=2)),
     ("virtual stages", Kind(), 4, Layout(tp=2, pp=2), 4, Layout(pp=2, vpp=2)),
     ("virtual stages, back", Kind(), 4, Layout(pp=2, vpp=2), 2, Layout(tp=2)),
+    ("one rank", Kind(), 2, Layout(tp=2), 1, Layout()),
+    ("stages to columns", Kind(), 2, Layout(pp=2), 2, Layout(tp=2)),
+    ("late gathers", Kind(), 4, Layout(tp=2, late=True), 4, Layout(pp=2)),
+    ("late gathers, back", Kind(), 2, Layout(pp=2), 4, Layout(tp=2, late=True)),
+    ("late gathers of experts", MOE, 4, Layout(ep=2, late=True), 2, Layout(tp=2, late=True)),
     ("fewer ranks", Kind(), 3, Layout(), 1, Layout()),
     ("one bucket", Kind(), 2, Layout(tp=2), 4, Layout(tp=4, bucket=None)),
     ("untied", Kind(tied=False), 2, Layout(tp=2), 4, Layout(tp=2, pp=2)),
@@ -55,6 +71,8 @@ PAIRS = [
     ("from a plain optimizer", Kind(), 2, Layout(pp=2, distributed=False), 4, Layout(tp=2)),
     ("experts", MOE, 4, Layout(tp=2, ep=2), 4, Layout(pp=2)),
     ("experts, back", MOE, 2, Layout(pp=2), 4, Layout(ep=4)),
+    ("experts with scalers", MOE._replace(bf16=False, fp16=True), 2, Layout(), 4, Layout(ep=2)),
+    ("experts with scalers, back", MOE._replace(bf16=False, fp16=True), 2, Layout(ep=2), 1, Layout()),
     ("grouped experts", MOE._replace(grouped=True), 4, Layout(tp=2, ep=2), 2, Layout(ep=2)),
 ]
 
@@ -69,12 +87,15 @@ def write_reference(folder: str, kind: Kind) -> None:
         torch.save(whole_state(job), f"{folder}/after-4.pt")
 
 
-def save(folder: str, layout: Layout, kind: Kind, metadata: dict[str, Any] | None) -> None:
+def save(folder: str, layout: Layout, kind: Kind, metadata: dict[str, Any] | None) -> list[str]:
+    """Save after three steps; returns the collectives that ran meanwhile."""
     with megatron_job(layout, kind, seed=1) as job:
         state = megatron_state(job.chunks, job.optimizer, job.scheduler, metadata=metadata)
         fill(job)
         train(job, 3)
-        holdfast.save(f"{folder}/run", state, 3)
+        with counted() as calls:
+            holdfast.save(f"{folder}/run", state, 3)
+        return calls
 
 
 def load(folder: str, layout: Layout, kind: Kind) -> list[str]:
@@ -84,6 +105,7 @@ def load(folder: str, layout: Layout, kind: Kind) -> list[str]:
         holdfast.load(f"{folder}/run", into=state)
         holdfast.save(f"{folder}/again", state, 3)
         train(job, 1, first=3)
+        gather_weights(job)
         return differing(weights(job), f"{folder}/after-4.pt")
 
 
@@ -123,7 +145,7 @@ def test_a_job_goes_on_bit_by_bit_on_another_layout(
     tmp_path: Path, kind: Kind, ranks: int, layout: Layout, ranks_after: int, layout_after: Layout
 ) -> None:
     run_ranks(1, write_reference, str(tmp_path), kind)
-    run_ranks(ranks, save, str(tmp_path), layout, kind, None)
+    assert run_ranks(ranks, save, str(tmp_path), layout, kind, None) == [[]] * ranks
     assert stored_differences(f"{tmp_path}/run", f"{tmp_path}/after-3.pt") == []
     assert run_ranks(ranks_after, load, str(tmp_path), layout_after, kind) == [[]] * ranks_after
     assert stored_differences(f"{tmp_path}/again", f"{tmp_path}/after-3.pt") == []
@@ -250,16 +272,75 @@ def test_layers_may_have_tensors_of_their_own(tmp_path: Path, metadata: dict[str
     assert run_ranks(4, load_per_layer, str(tmp_path), Layout(tp=2, pp=2), metadata) == [[]] * 4
 
 
-def save_unknown(folder: str) -> str:
-    with megatron_job(Layout(), Kind()) as job:
-        (optimizer,) = job.optimizer.chained_optimizers
-        optimizer.config.use_precision_aware_optimizer = True
+def save_behind(folder: str, layout: Layout) -> bool:
+    """Save in the background after three steps, and train on at once; returns whether the steps were to wait."""
+    with megatron_job(layout, Kind(), seed=1) as job:
+        state = megatron_state(job.chunks, job.optimizer, job.scheduler)
+        fill(job)
+        train(job, 3)
+        with holdfast.Checkpointer(f"{folder}/run", state) as checkpointer:
+            checkpointer.save(3)
+            train(job, 2, first=3)
+            inner = [each.optimizer for each in job.optimizer.chained_optimizers]
+            return all(len(each._optimizer_step_pre_hooks) for each in inner)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(tp=2, late=True)], ids=["at once", "late gathers"])
+def test_steps_after_a_background_save_do_not_reach_it(tmp_path: Path, layout: Layout) -> None:
+    run_ranks(1, write_reference, str(tmp_path), Kind())
+    assert run_ranks(4, save_behind, str(tmp_path), layout) == [True] * 4
+    assert stored_differences(f"{tmp_path}/run", f"{tmp_path}/after-3.pt") == []
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """The messages of the errors for all that cannot be saved."""
+    import megatron.core
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    class HybridDeviceOptimizer(torch.optim.SGD):
+        pass
+
+    found: dict[str, str] = {}
+
+    def note(case: str, make: Any) -> None:
         with pytest.raises(StateError) as caught:
-            megatron_state(job.chunks, job.optimizer)
-        return str(caught.value)
+            make()
+        found[case] = str(caught.value)
+
+    with megatron_job(Layout(late=True), Kind()) as job:
+        (optimizer,) = job.optimizer.chained_optimizers
+        with patch.object(megatron.core, "__version__", "0.17.0"):
+            note("version", lambda: megatron_state(job.chunks, job.optimizer))
+        with patch.object(optimizer.config, "use_precision_aware_optimizer", True):
+            note("precision", lambda: megatron_state(job.chunks, job.optimizer))
+        with patch.object(optimizer.ddp_config, "use_megatron_fsdp", True):
+            note("fsdp", lambda: megatron_state(job.chunks, job.optimizer))
+        with patch.object(optimizer, "optimizer", HybridDeviceOptimizer([torch.ones(1)], lr=1.0)):
+            note("offload", lambda: megatron_state(job.chunks, job.optimizer))
+        note("weights", lambda: holdfast.save(f"{folder}/weights", megatron_state(job.chunks), 0))
+        note("model", lambda: holdfast.save(f"{folder}/model", {"model": job.chunks[0]}, 0))
+        note("optimizer", lambda: holdfast.save(f"{folder}/optimizer", {"optimizer": job.optimizer}, 0))
+        optimizer.__class__ = type("Derived", (DistributedOptimizer,), {})
+        note("derived", lambda: megatron_state(job.chunks, job.optimizer))
+    return found
 
 
-def test_an_optimizer_whose_state_megatron_only_copies_is_refused(tmp_path: Path) -> None:
-    (message,) = run_ranks(1, save_unknown, str(tmp_path))
-    assert "[state.megatron]" in message
-    assert "precision-aware" in message
+def test_each_refusal_says_why_and_what_works_instead(tmp_path: Path) -> None:
+    (found,) = run_ranks(1, refusals, str(tmp_path))
+    expected = {
+        "version": "tested with megatron-core 0.16.1, and this is 0.17.0",
+        "precision": "is precision-aware",
+        "fsdp": "trains a model of Megatron-FSDP",
+        "offload": "works with a HybridDeviceOptimizer",
+        "derived": "is a Derived, which holdfast does not know",
+        "weights": "Give the optimizer to megatron_state",
+        "model": "holdfast.trainers.megatron.megatron_state",
+        "optimizer": "holdfast.trainers.megatron.megatron_state",
+    }
+    assert found.keys() == expected.keys()
+    assert [case for case, text in expected.items() if text not in found[case]] == []
+    assert [
+        case
+        for case in ("version", "precision", "fsdp", "offload", "derived", "weights")
+        if "[state.megatron]" not in found[case]
+    ] == []

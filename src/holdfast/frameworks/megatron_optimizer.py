@@ -116,9 +116,8 @@ class MegatronOptimizerAdapter:
                 weight = name_below(model, key)
                 name = _slot_name(path, weight, slot)
                 sink.tree(name, tensor)
-                stepped += [
-                    NamedTensor(each, memory, "split") for each in (name, weight) for _, memory in tensor.pieces[:1]
-                ]
+                _, memory = tensor.pieces[0]
+                stepped += [NamedTensor(each, memory, "split") for each in (name, weight)]
         for inner in (plain.optimizer.optimizer for plain in held.plain):
             # Megatron copies masters to weights after the step of the inner optimizer, which the guard delays.
             sink.steps(inner, [] if is_replayed(inner) else stepped)
