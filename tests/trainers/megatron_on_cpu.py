@@ -6,11 +6,12 @@ Megatron's own code runs unchanged. `REPLACED` is the whole list.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import grouped_gemm_util
 
 _type_of = torch.Tensor.type
@@ -38,6 +39,9 @@ REPLACED: list[tuple[Any, str, Any, str]] = [
     (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor, "tied embeddings, states of loss scalers"),
     (torch.Tensor, "type", _type, "optimizers tell parameters apart by 'torch.cuda.BFloat16Tensor'"),
     (torch.cuda, "current_device", lambda: torch.device("cpu"), "buffers of parameters and gradients"),
+    (torch.cuda, "set_device", lambda device: None, "the example of the guide"),
+    (tensor_parallel, "model_parallel_cuda_manual_seed", torch.manual_seed, "the example of the guide"),
+    (tensor_parallel.random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext(), "initialisation, attention"),
     (torch, "tensor", _without_cuda(torch.tensor), "loss scalers, norms of gradients"),
     (torch, "zeros", _without_cuda(torch.zeros), "norms of gradients"),
     (

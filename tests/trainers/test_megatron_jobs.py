@@ -19,10 +19,14 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import StateError
 from holdfast.state.flatten import flatten
+from tests.project.test_guides import Call, example, run_script
 from tests.support.collectives import counted
-from tests.support.ranks import run_ranks
+from tests.support.rank_worker import HOST
+from tests.support.ranks import run_processes, run_ranks
 
 pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state
 
 from holdfast.trainers.megatron import megatron_state
 from tests.trainers.megatron_job import (
@@ -36,6 +40,7 @@ from tests.trainers.megatron_job import (
     weights,
     whole_state,
 )
+from tests.trainers.megatron_on_cpu import megatron_on_cpu
 
 pytestmark = [
     pytest.mark.megatron,
@@ -43,6 +48,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Megatron warns of what is not installed, and torch of old functions
 ]
 
+ROOT = Path(__file__).parents[2]
 MOE = Kind(experts=4, tied=False)
 #: What Megatron calls the slots of an optimizer, and what we do.
 SLOTS = {"fp32_param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -339,8 +345,24 @@ def test_each_refusal_says_why_and_what_works_instead(tmp_path: Path) -> None:
     }
     assert found.keys() == expected.keys()
     assert [case for case, text in expected.items() if text not in found[case]] == []
-    assert [
-        case
-        for case in ("version", "precision", "fsdp", "offload", "derived", "weights")
-        if "[state.megatron]" not in found[case]
-    ] == []
+    ours = ("version", "precision", "fsdp", "offload", "derived", "weights")
+    assert [case for case in ours if "[state.megatron]" not in found[case]] == []
+
+
+def run_guide(rank: int, folder: str, call: Call, port: int) -> str:
+    """Run the example of the guide on the CPU, and return what it prints."""
+    with megatron_on_cpu():
+        try:
+            return run_script(rank, folder, call, port)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def test_the_example_of_the_guide_goes_on_with_other_parallelism(tmp_path: Path) -> None:
+    script, calls = example(ROOT / "docs/guides/megatron.md")
+    (tmp_path / "train.py").write_text(script)
+    assert len({call.num_ranks for call in calls}) == 2
+    for call in calls:
+        store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        printed = run_processes(call.num_ranks, run_guide, str(tmp_path), call, store.port)
+        assert [line for line in "".join(printed).splitlines() if line in call.output] == call.output
