@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import holdfast
 from holdfast.errors import StateError
 from holdfast.frameworks.megatron_padding import fitted
 from holdfast.frameworks.megatron_ranges import StridedPart, boxes_in_range, dense_part, is_one_range
@@ -165,6 +168,28 @@ def test_a_factory_that_changes_elements_is_refused() -> None:
     with pytest.raises(StateError, match="more than to cut") as caught:
         read_tree({"w": ShardedTensorFactory("w", torch.ones(4), build)})
     assert caught.value.code == "state.megatron"
+
+
+class _Float8(torch.Tensor):
+    pass
+
+
+def test_tensors_that_are_not_plain_are_refused() -> None:
+    packed = torch.ones(4).as_subclass(_Float8)
+    build: Callable[..., ShardedTensor] = lambda key, data, *_: ShardedTensor(key, data, (4,), (4,), (0,))
+    for item in (ShardedTensor("w", packed, (4,), (4,), (0,)), ShardedTensorFactory("w", packed, build)):
+        with pytest.raises(StateError, match="_Float8, and not a plain tensor"):
+            read_tree({"w": item})
+
+
+@pytest.mark.parametrize(
+    "place", [("transformer.module", "MegatronModule"), ("optimizer.optimizer", "MegatronOptimizer")]
+)
+def test_a_model_or_an_optimizer_by_itself_is_refused(place: tuple[str, str], tmp_path: Path) -> None:
+    module, name = place
+    base = type(name, (nn.Module,), {"__module__": f"megatron.core.{module}"})
+    with pytest.raises(StateError, match=r"megatron_state\(model, optimizer\)"):
+        holdfast.save(tmp_path, {"item": type("Derived", (base,), {})()}, 0)
 
 
 def test_objects_have_the_names_of_their_shards_and_one_rank_stores_them() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from holdfast.errors import StateError
 from holdfast.frameworks.megatron_ranges import (
@@ -163,8 +164,7 @@ def _leaves(path: str, item: object) -> Iterator[tuple[str, object]]:
 def _shard(item: Any, owner: torch.Tensor | None = None, view: StridedPart | None = None) -> HeldShard:
     """The shard that a `ShardedTensor` describes: `view` of `owner`, or all of its own data."""
     held = item.data if owner is None else owner
-    if held is None:
-        raise _refused(item.key, "has no data")
+    _check_plain(item.key, held)
     part, first = item.flattened_range, None
     if part is not None:
         view, first = dense_part(0, _shape(item.local_shape)), part.start
@@ -178,8 +178,17 @@ def _shard(item: Any, owner: torch.Tensor | None = None, view: StridedPart | Non
     )
 
 
+def _check_plain(key: str, held: object) -> None:
+    """Refuse what has no memory of its own elements: views of a tensor in FP8 are copies, which a load would fill in
+    vain."""
+    if type(held) is not torch.Tensor and type(held) is not nn.Parameter:
+        raise _refused(key, f"is {kind_of(held)}, and not a plain tensor")
+
+
 def _factory_shards(factory: Any) -> list[HeldShard]:
-    owner, made = factory.data, _built(factory, factory.data)
+    owner = factory.data
+    _check_plain(factory.key, owner)
+    made = _built(factory, owner)
     if factory.flattened_range is not None:
         raise _refused(factory.key, "is cut out of a flattened tensor by a factory")
     storage = owner.untyped_storage().data_ptr()
