@@ -319,6 +319,8 @@ def refusals(folder: str) -> dict[str, str]:
             note("version", lambda: megatron_state(job.chunks, job.optimizer))
         with patch.object(optimizer.config, "use_precision_aware_optimizer", True):
             note("precision", lambda: megatron_state(job.chunks, job.optimizer))
+        with patch.object(optimizer.config, "overlap_param_gather_with_optimizer_step", True):
+            note("within", lambda: megatron_state(job.chunks, job.optimizer))
         with patch.object(optimizer.ddp_config, "use_megatron_fsdp", True):
             note("fsdp", lambda: megatron_state(job.chunks, job.optimizer))
         with patch.object(optimizer, "optimizer", HybridDeviceOptimizer([torch.ones(1)], lr=1.0)):
@@ -336,6 +338,7 @@ def test_each_refusal_says_why_and_what_works_instead(tmp_path: Path) -> None:
     expected = {
         "version": "tested with megatron-core 0.16.1, and this is 0.17.0",
         "precision": "is precision-aware",
+        "within": "gathers weights while it steps",
         "fsdp": "trains a model of Megatron-FSDP",
         "offload": "works with a HybridDeviceOptimizer",
         "derived": "is a Derived, which holdfast does not know",
@@ -345,7 +348,7 @@ def test_each_refusal_says_why_and_what_works_instead(tmp_path: Path) -> None:
     }
     assert found.keys() == expected.keys()
     assert [case for case, text in expected.items() if text not in found[case]] == []
-    ours = ("version", "precision", "fsdp", "offload", "derived", "weights")
+    ours = ("version", "precision", "within", "fsdp", "offload", "derived", "weights")
     assert [case for case in ours if "[state.megatron]" not in found[case]] == []
 
 

@@ -67,6 +67,8 @@ def plain_optimizers(optimizer: Any, path: str) -> list[Any]:
     config = getattr(optimizer, "config", None)
     if getattr(config, "use_precision_aware_optimizer", False):
         raise refused(path, "is precision-aware: it keeps scaled state, of which Megatron gives copies only")
+    if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+        raise refused(path, "gathers weights while it steps, and so would change what a load has filled")
     if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
         raise refused(path, "trains a model of Megatron-FSDP")
     return [optimizer]
