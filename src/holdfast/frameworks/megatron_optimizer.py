@@ -44,9 +44,9 @@ class MegatronSlots:
         self.chunks = chunks
         chunks.trainer = self
 
-    def plain(self, path: str) -> list[PlainOptimizer]:
+    def plain(self, path: str) -> list[TrainedOptimizer]:
         """The optimizers that it consists of, with all that they train on this rank."""
-        return [PlainOptimizer(each, trained_ranges(each, path)) for each in plain_optimizers(self.optimizer, path)]
+        return [TrainedOptimizer(each, trained_ranges(each, path)) for each in plain_optimizers(self.optimizer, path)]
 
     def trained(self, path: str) -> Iterator[TrainedRange]:
         """As `ChunkTrainer.trained`."""
@@ -59,7 +59,7 @@ class MegatronSlots:
             copy_to_master(trained)
 
 
-class PlainOptimizer(NamedTuple):
+class TrainedOptimizer(NamedTuple):
     """One optimizer of a chain, and the ranges that it trains on this rank."""
 
     optimizer: Any
@@ -69,7 +69,7 @@ class PlainOptimizer(NamedTuple):
 class _Held(NamedTuple):
     """The ranges of a chain of optimizers, each with the shards that its parameter consists of."""
 
-    plain: Sequence[PlainOptimizer]
+    plain: Sequence[TrainedOptimizer]
     shards: Mapping[int, Sequence[HeldShard]]
 
     @property
