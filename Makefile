@@ -1,5 +1,5 @@
-# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed has
-# one of its own, in .venv-deepspeed.
+# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed and
+# Megatron-core have one each of their own, in .venv-deepspeed and .venv-megatron.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -8,9 +8,10 @@
 
 VENV := .venv
 DEEPSPEED := .venv-deepspeed
+MEGATRON := .venv-megatron
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -31,6 +32,9 @@ test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 \
 		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py \
 		tests/trainers/test_accelerate_deepspeed.py
+
+test-megatron: $(MEGATRON)/megatron.stamp
+	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
@@ -54,7 +58,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED)
+	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
@@ -63,6 +67,11 @@ $(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/frameworks.t
 $(DEEPSPEED)/deepspeed.stamp: tools/install pyproject.toml constraints/core.txt constraints/deepspeed.txt
 	@VENV=$(DEEPSPEED) tools/install torch
 	@VENV=$(DEEPSPEED) tools/install deepspeed
+	@touch $@
+
+$(MEGATRON)/megatron.stamp: tools/install pyproject.toml constraints/core.txt constraints/megatron.txt
+	@VENV=$(MEGATRON) tools/install torch
+	@VENV=$(MEGATRON) tools/install megatron
 	@touch $@
 
 $(VENV)/%.stamp: tools/install

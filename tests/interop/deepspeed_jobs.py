@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,7 @@ import torch.distributed as dist
 
 import holdfast
 from tests.interop.write_deepspeed import BF16, CASES, FP16, SLOTS, kept_values, live_values, new_engine, train
-
-
-@contextmanager
-def counted() -> Iterator[list[str]]:
-    """Note each collective of torch.distributed that the block runs."""
-    calls: list[str] = []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        yield calls
-    calls += [event.name for event in profiler.events() if event.name.startswith("c10d::")]
-
+from tests.support.collectives import counted
 
 #: Cases without ZeRO, and more options of ZeRO-3.
 CASES |= {

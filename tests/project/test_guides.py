@@ -26,8 +26,9 @@ from tests.support.ranks import run_processes
 ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md"))
 #: Their examples import libraries that take seconds, and which ask torchrun's environment.
 OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
-#: DeepSpeed has an environment of its own; `tests/interop/test_deepspeed_engines.py` runs its example there.
-GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS and guide.stem != "deepspeed"]
+#: These have environments of their own: `test_deepspeed_engines` and `test_megatron_jobs` run their examples there.
+APART = ("deepspeed", "megatron")
+GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS and guide.stem not in APART]
 
 pytestmark = pytest.mark.usefixtures("memory_is_given_back")
 

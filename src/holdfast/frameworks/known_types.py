@@ -107,6 +107,10 @@ _LIGHTNING_TRAINER = _in_parts(
     "Put trainer.model, trainer.optimizers, trainer.lr_scheduler_configs and holdfast.PerRank(trainer.fit_loop) into "
     "the state, in on_fit_start of a callback."
 )
+_OF_MEGATRON = Refused(
+    "has names and parts that depend on the layout of the ranks",
+    "Put what holdfast.trainers.megatron.megatron_state(model, optimizer) returns into the state instead.",
+)
 _SILENT_LOADER = Refused(
     "does not report its position in the data",
     "Use a loader with a state_dict, such as torchdata's StatefulDataLoader (accelerate: use_stateful_dataloader=True) "
@@ -185,6 +189,8 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
         "trains flat tensors of its own, and does not know the names of the parameters in them",
         'Put the engine itself into the state, as {"engine": engine}.',
     ),
+    ("megatron.core.transformer.module", "MegatronModule"): _OF_MEGATRON,
+    ("megatron.core.optimizer.optimizer", "MegatronOptimizer"): _OF_MEGATRON,
     ("accelerate.data_loader", "DataLoaderAdapter"): replace(
         _SILENT_LOADER, applies=lambda loader: not hasattr(loader.base_dataloader, "state_dict")
     ),

@@ -14,6 +14,8 @@ from holdfast.errors import ConfigurationError
 from holdfast.frameworks import Adapter, BindingSource, Finish
 from holdfast.frameworks.deepspeed_engine import DeepSpeedAdapter
 from holdfast.frameworks.known_types import type_of
+from holdfast.frameworks.megatron_model import MegatronModelAdapter
+from holdfast.frameworks.megatron_optimizer import MegatronOptimizerAdapter
 from holdfast.frameworks.module import ModuleAdapter
 from holdfast.frameworks.optimizer import OptimizerAdapter
 from holdfast.frameworks.stateful import StatefulAdapter, reading, writing
@@ -21,7 +23,14 @@ from holdfast.wording import kind_of
 
 #: In the order in which they are asked; DeepSpeed's engines are modules too. Always replaced as a whole, so that other
 #: threads see a complete tuple.
-_adapters: tuple[Adapter, ...] = (DeepSpeedAdapter(), ModuleAdapter(), OptimizerAdapter(), StatefulAdapter())
+_adapters: tuple[Adapter, ...] = (
+    DeepSpeedAdapter(),
+    MegatronModelAdapter(),
+    MegatronOptimizerAdapter(),
+    ModuleAdapter(),
+    OptimizerAdapter(),
+    StatefulAdapter(),
+)
 
 
 def register_adapter(adapter: Adapter) -> None:
