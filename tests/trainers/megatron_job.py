@@ -71,7 +71,12 @@ def megatron_job(layout: Layout, kind: Kind, *, seed: int = 0) -> Iterator[Job]:
             optimizer = _optimizer(chunks, layout, kind)
             yield Job(chunks, optimizer, _scheduler(optimizer))
         finally:
-            parallel_state.destroy_model_parallel()
+            destroy_layout()
+
+
+def destroy_layout() -> None:
+    """Forget the process groups of the layout."""
+    parallel_state.destroy_model_parallel()
 
 
 def _chunks(layout: Layout, kind: Kind) -> list[Any]:

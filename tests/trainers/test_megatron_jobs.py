@@ -19,19 +19,15 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import StateError
 from holdfast.state.flatten import flatten
+from holdfast.trainers.megatron import megatron_state
 from tests.project.test_guides import Call, example, run_script
 from tests.support.collectives import counted
 from tests.support.rank_worker import HOST
 from tests.support.ranks import run_processes, run_ranks
-
-pytest.importorskip("megatron.core")
-
-from megatron.core import parallel_state
-
-from holdfast.trainers.megatron import megatron_state
 from tests.trainers.megatron_job import (
     Kind,
     Layout,
+    destroy_layout,
     fill,
     gather_weights,
     megatron_job,
@@ -358,7 +354,7 @@ def run_guide(rank: int, folder: str, call: Call, port: int) -> str:
         try:
             return run_script(rank, folder, call, port)
         finally:
-            parallel_state.destroy_model_parallel()
+            destroy_layout()
 
 
 def test_the_example_of_the_guide_goes_on_with_other_parallelism(tmp_path: Path) -> None:
