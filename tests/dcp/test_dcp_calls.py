@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -280,6 +280,19 @@ def test_a_future_raises_the_error_of_its_save_and_the_next_save_succeeds(tmp_pa
     after = dcp.async_save({"x": 1}, checkpoint_id=tmp_path / "c")
     assert isinstance(after, Future)
     assert after.result(timeout=60).step == 0
+
+
+def test_a_save_is_committed_after_the_background_saves_before_it(tmp_path: Path) -> None:
+    def filled(value: float) -> dict[str, object]:
+        return {"a": torch.full((1 << 16,), value)}
+
+    futures = [dcp.async_save(filled(number), checkpoint_id=tmp_path) for number in range(3)]
+    dcp.save(filled(100.0), checkpoint_id=tmp_path)
+    state: dict[str, Any] = {"a": torch.zeros(1 << 16)}
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert bool((state["a"] == 100.0).all())
+    assert [cast("Future[Any]", future).done() for future in futures] == [True] * 3
+    assert len(holdfast.ls(tmp_path)) == 1
 
 
 def test_a_state_dict_that_raises_is_raised_by_the_call(tmp_path: Path) -> None:

@@ -214,6 +214,29 @@ def test_a_checkpoint_without_adapter_weights_and_a_wrong_configuration_are_refu
         holdfast.export(tmp_path / "run", tmp_path / "made", adapter="default")
 
 
+@pytest.mark.parametrize(
+    ("saved", "configuration"),
+    [
+        ("dora", "lora"),
+        ("lora", "dora"),
+        ("lora", "ia3"),
+        ("ia3", "lora"),
+        ("a head and an embedding", "lora"),
+        ("lora", "some tokens"),
+        ("some tokens", "lora"),
+    ],
+)
+def test_the_configuration_of_another_adapter_is_refused_before_peft_leaves_weights_out(
+    tmp_path: Path, saved: str, configuration: str
+) -> None:
+    config = saved_by_peft(adapted(configuration, 1), tmp_path / "config")
+    holdfast.save(tmp_path / "run", {"model": adapted(saved, 2)}, 1)
+    with pytest.raises(HoldfastError) as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "made", "peft", config=config)
+    assert caught.value.code in {"incompatible.export", "config.export"}
+    assert not (tmp_path / "made").exists()
+
+
 def test_folders_of_other_methods_have_their_own_names_and_a_malformed_configuration_is_refused(tmp_path: Path) -> None:
     tensors = {"base_model.model.a.hada_w1_a": torch.ones(2)}
     save_file(tensors, tmp_path / WEIGHTS)

@@ -166,6 +166,18 @@ def test_numbers_are_refused_by_an_optimizer_of_fsdp1(tmp_path: Path) -> None:
     assert found == ["incompatible.optimizer"] * 2
 
 
+def test_a_dict_with_numbers_is_advised_to_load_into_the_optimizer_itself(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(IncompatibleError, match=r"as \{\"model\": model, \"optim\": optimizer\}") as caught:
+        holdfast.load(tmp_path, into=state)
+    assert "tree" not in str(caught.value)  # its numbers are text, of which load_state_dict finds none
+
+
 def test_state_of_frozen_and_untrained_parameters_is_none(tmp_path: Path) -> None:
     old, live = Training(0, steps=0), Training(7, steps=0)
     for training in (old, live):

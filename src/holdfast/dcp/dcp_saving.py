@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Self, cast
@@ -38,7 +38,8 @@ def save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> SaveReport:
-    """Save `state_dict` into the folder `checkpoint_id`, and return when the checkpoint is committed and durable.
+    """Save `state_dict` into the folder `checkpoint_id`, and return when the checkpoint is committed and durable. Waits
+    for the saves of `async_save` before it.
 
     Blocking and collective over `process_group` (default: all ranks of the job); with `no_dist`, this rank saves alone.
     The arguments are those of ``torch.distributed.checkpoint.save``. Objects with ``state_dict`` and
@@ -56,6 +57,7 @@ def save(
         StateError, StorageError, DeadlineError, FencedError: as `holdfast.save`.
     """
     refuse_nested("holdfast.dcp.save", allowed=PLAIN)
+    _BACKGROUND.finish()  # else an older state could be committed after this one
     into = _checked(checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
     deadline = Deadline(TIMEOUT_S)
     channel, ranks = participants(f"dcp.save to {into.location}", process_group, deadline, no_dist=no_dist)
@@ -267,6 +269,7 @@ class _BackgroundSaves:
     """The thread that saves in the background: one, so that all ranks save in the order of their calls."""
 
     pid: int = field(default_factory=os.getpid)
+    last: Future[SaveReport] | None = None
 
     @cached_property
     def _executor(self) -> ThreadPoolExecutor:
@@ -277,7 +280,13 @@ class _BackgroundSaves:
         if self.pid != os.getpid():
             self.pid = os.getpid()
             self.__dict__.pop("_executor", None)
-        return self._executor.submit(work)
+        self.last = self._executor.submit(work)
+        return self.last
+
+    def finish(self) -> None:
+        """Wait until all saves that were submitted have ended. Their futures have their errors."""
+        if self.last is not None and self.pid == os.getpid():
+            wait([self.last])
 
 
 _PLANS = _Plans()

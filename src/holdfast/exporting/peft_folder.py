@@ -15,8 +15,10 @@ from holdfast.interop.peft_names import (
     METHODS,
     WEIGHTS_NAME,
     AdapterConfig,
+    conflict,
     decoded_config,
     folder_name,
+    lacks,
     live_name,
 )
 from holdfast.run.paths import some_quoted
@@ -42,8 +44,10 @@ def peft_folder(choice: ChosenContent, *, identity: str, config: Path, adapter: 
             if name not in found or found[name].adapter not in ("", chosen):
                 continue
             keys[name] = found[name].key
-            _check(name, plain[name], keys[name], known, chosen)
+            _check(one.tensor._replace(name=name), plain[name], keys[name], known, chosen)
             tensors.append(one.tensor._replace(name=name))
+    if (option := lacks([plain[name] for name in keys], known)) is not None:
+        raise no_config(config, f"says {option}, and the adapter {chosen!r} has no tensors for that")
     return NewFolder(identity, copied, [safetensors_file(WEIGHTS_NAME, tensors, keys)], {}, len(tensors))
 
 
@@ -81,9 +85,13 @@ def _adapter(found: set[str], wanted: str | None) -> str:
     return min(found) if wanted is None else wanted
 
 
-def _check(name: str, plain: str, key: str, config: AdapterConfig, adapter: str) -> None:
-    """Refuse a tensor that a reader with this configuration would not find at its place."""
-    read = live_name(key, config, adapter=adapter)
+def _check(tensor: ExportTensor, plain: str, key: str, config: AdapterConfig, adapter: str) -> None:
+    """Refuse a tensor that a reader with this configuration would not find at its place, or would not use."""
+    read, why = live_name(key, config, adapter=adapter), conflict(plain, tensor.shape, config)
     if read not in (plain, f"base_model.model.{plain}"):
         text = f"would be read as {read}, by its {CONFIG_NAME}"
-        raise unfit(name, text, "Name the configuration that the adapter was trained with: config (--config).")
+    elif why is not None:
+        text = f"does not belong to the adapter of {CONFIG_NAME}, which {why}"
+    else:
+        return
+    raise unfit(tensor.name, text, "Name the configuration that the adapter was trained with: config (--config).")

@@ -6,11 +6,13 @@ Peft computes one from the other with the live model. Here the configuration of 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Final, NamedTuple
 
 import msgspec
 
 from holdfast.decoding import decode_json
+from holdfast.geometry import Shape
 
 CONFIG_NAME: Final = "adapter_config.json"
 WEIGHTS_NAME: Final = "adapter_model.safetensors"
@@ -30,11 +32,17 @@ _VECTOR: Final = ".lora_magnitude_vector"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True):
-    """The part of an adapter's configuration that decides about names."""
+    """The part of an adapter's configuration that decides about the names and the shapes of its tensors."""
 
     peft_type: str
     modules_to_save: tuple[str, ...] | None = None
     bias: str = "none"
+    use_dora: bool = False
+    trainable_token_indices: object = None
+    target_modules: tuple[str, ...] | str | None = None
+    target_parameters: tuple[str, ...] | None = None
+    r: int | None = None
+    rank_pattern: dict[str, int] | None = None
 
 
 def decoded_config(data: bytes) -> AdapterConfig:
@@ -75,6 +83,44 @@ def folder_name(name: str, config: AdapterConfig) -> AdapterName | None:
     if found is not None:
         return AdapterName(f"{above}{found['of']}.{found['leaf']}", found["adapter"])
     return AdapterName(above + name, "") if _is_bias(name, config) else None
+
+
+def conflict(name: str, shape: Shape, config: AdapterConfig) -> str | None:
+    """Why an adapter with this configuration has no tensor `name` of this `shape`, or None. `name` is one of a live
+    model. Peft would leave such a tensor out without an error, or compute something else with it."""
+    found = _IN_MODEL.fullmatch(name)
+    if found is None:
+        return None
+    module, _, part = found["of"].rpartition(".")
+    if part == "trainable_tokens_delta":
+        return None if config.trainable_token_indices is not None else "has no trainable_token_indices"
+    if part.startswith("ia3_") != (config.peft_type == "IA3"):
+        return f"is one of {config.peft_type}"
+    if part == "lora_magnitude_vector" and not config.use_dora:
+        return "has no use_dora"
+    if config.target_parameters:  # peft adapts parameters of modules with other ranks, and under other names
+        return None
+    ranks = {config.r, *(config.rank_pattern or {}).values()}
+    if part in ("lora_A", "lora_embedding_A") and config.r is not None and ranks.isdisjoint(shape[:1]):
+        return f"has the rank {config.r}"
+    targets = config.target_modules
+    if isinstance(targets, tuple) and not f".{module}".endswith(_ends(targets)):
+        return f"does not adapt {module}"
+    return None
+
+
+def lacks(names: Collection[str], config: AdapterConfig) -> str | None:
+    """The kind of tensors that an adapter with this configuration has, and that is not among `names`; or None."""
+    parts = {found["of"].rpartition(".")[2] for name in names if (found := _IN_MODEL.fullmatch(name)) is not None}
+    if config.use_dora and "lora_magnitude_vector" not in parts:
+        return "use_dora"
+    if config.trainable_token_indices is not None and "trainable_tokens_delta" not in parts:
+        return "trainable_token_indices"
+    return None
+
+
+def _ends(targets: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f".{target}" for target in targets)
 
 
 def _is_bias(name: str, config: AdapterConfig) -> bool:

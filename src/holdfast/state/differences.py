@@ -115,7 +115,7 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     entries = sorted({_entry(name) for name in known if name not in unwanted})
     if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
         action = "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False"
-        return " ".join([f"{action}.", *_hints({*missing, *unexpected})])
+        return " ".join([f"{action}.", *_hints(missing, unexpected)])
     given = ", ".join(f'"{entry}"' for entry in entries)
     selected = given if len(entries) == 1 else f"[{given}]"
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
@@ -145,16 +145,22 @@ def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mappin
             return
 
 
-def _hints(names: Collection[str]) -> Iterator[str]:
+def _hints(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:
     """Explain the names that differ in ways that users often meet."""
+    names = {*missing, *unexpected}
     rates = [name.removesuffix("/initial_lr") for name in names if name.endswith("/initial_lr")]
     if rates and not any(f"{group}/lr" in names for group in rates):  # else the whole group is on one side only
         yield "A learning-rate scheduler adds initial_lr to the groups of its optimizer: build it before the load."
-    saved = sorted({_entry(name) for name in names if "/state/%int=" in name})
+    saved, live = (sorted({_entry(name) for name in side if "/state/%int=" in name}) for side in (unexpected, missing))
     if saved:
         yield (
             f"If {saved[0]!r} was saved as a state_dict(), read it with holdfast.open(path)"
             f".tree({saved[0]!r}), and pass that to load_state_dict."
+        )
+    elif live:  # in what `tree` returns, an optimizer would look for numbers in vain
+        yield (
+            "DCP stores the numbers of the parameters in optimizer.state_dict() as text: give the model and the "
+            f'optimizer themselves to holdfast.load, as {{"model": model, "{live[0]}": optimizer}}.'
         )
 
 
