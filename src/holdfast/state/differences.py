@@ -160,7 +160,8 @@ def _hints(missing: Collection[str], unexpected: Collection[str]) -> Iterator[st
     elif live:  # in what `tree` returns, an optimizer would look for numbers in vain
         yield (
             "DCP stores the numbers of the parameters in optimizer.state_dict() as text: give the model and the "
-            f'optimizer themselves to holdfast.load, as {{"model": model, "{live[0]}": optimizer}}.'
+            f'optimizer themselves to holdfast.load, as {{"model": model, "{live[0]}": optimizer}}, or make them '
+            f"numbers again with {_numbering(live[0])}."
         )
 
 
@@ -311,10 +312,14 @@ class Mismatches:
             return ""
         return (
             f"Load into a live dict in the form of the optimizer's state_dict() instead, and give that to "
-            f"load_state_dict(). Where another system stored it, add "
-            f"mapping=[Rename({name + '/state/{i}/{x}'!r}, {name + '/state/%int={i}/{x}'!r})] of holdfast.mapping: "
+            f"load_state_dict(). Where another system stored it, add {_numbering(name)}: "
             f"it wrote the numbers of parameters as texts, and this makes them numbers again."
         )
+
+
+def _numbering(name: str) -> str:
+    """The option that makes numbers of parameters that were stored as text."""
+    return f"mapping=[Rename({name + '/state/{i}/{x}'!r}, {name + '/state/%int={i}/{x}'!r})] of holdfast.mapping"
 
 
 def _action(codes: Iterable[str]) -> str:
