@@ -34,7 +34,7 @@ _NUMBER: Final = re.compile(r"(?:.*[^0-9])?0*([0-9]{1,18})")
 
 
 class FileSystemWriter:
-    """Where a save goes: the folder `path`, as ``torch.distributed.checkpoint.FileSystemWriter`` names it.
+    """The folder of a save: `path`, as ``torch.distributed.checkpoint.FileSystemWriter`` names it.
 
     With ``overwrite=False``, a save into a folder that has a checkpoint is an error. Files are always synced, threads
     and copies ahead are chosen by holdfast: the log says once where one of these arguments has no effect.
@@ -74,7 +74,7 @@ class FileSystemWriter:
 
 
 class FileSystemReader:
-    """Where a load reads: the folder `path`, of holdfast or of DCP."""
+    """The folder of a load: `path`, of holdfast or of DCP."""
 
     def __init__(self, path: str | os.PathLike[str], _extension_registry: object = None) -> None:
         self.path = path

@@ -68,7 +68,7 @@ class MegatronChunks:
         self.fills_masters = False
 
     def read(self) -> list[HeldChunk]:
-        """What the chunks hold now. Copies no weights, and no rank communicates."""
+        """The parts that the chunks hold now. Copies no weights, and no rank communicates."""
         return [HeldChunk(chunk, *self._tree(chunk), gathers_late) for chunk, gathers_late in self._chunks]
 
     def _tree(self, chunk: nn.Module) -> tuple[Sequence[HeldShard], Sequence[HeldObject]]:

@@ -212,7 +212,7 @@ def copy_to_master(trained: TrainedRange) -> None:
 
 
 def _read(path: str, item: MegatronSlots) -> _Held:
-    """What the optimizers hold now, and which logical tensors their parameters are parts of."""
+    """The parts that the optimizers hold now, and the logical tensors to which their parameters belong."""
     plain = item.plain(path)
     shards: dict[int, list[HeldShard]] = {}
     for shard in (shard for chunk in item.chunks.read() for shard in chunk.shards):

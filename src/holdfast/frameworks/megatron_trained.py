@@ -1,4 +1,4 @@
-"""What Megatron's optimizers hold of each parameter: a range of its elements, and the state of these."""
+"""The part of each parameter that Megatron's optimizers hold: a range of its elements, and the state of these."""
 
 from __future__ import annotations
 
@@ -113,13 +113,13 @@ def set_hyper_parameters(optimizers: Sequence[Any], values: Mapping[str, Mapping
 
 
 def group_name(group: Mapping[str, Any]) -> str:
-    """What tells a parameter group apart, as text."""
+    """The values that tell a parameter group apart, as text."""
     found = [(key, group.get(key, group.get(_RENAMED + key))) for key in _IDENTIFIERS]
     return ",".join(f"{key}={value}" for key, value in found if value is not None) or "all"
 
 
 def num_steps(optimizer: Any, ranges: Sequence[TrainedRange], path: str) -> int | None:
-    """How many steps a plain optimizer has done; None before the first one. Megatron has one number for all
+    """The number of steps that a plain optimizer has done; None before the first one. Megatron has one number for all
     parameters, too."""
     counts = {int(each.state[STEP]) for each in ranges if STEP in each.state}
     counts |= {int(group[STEP]) for group in optimizer.optimizer.param_groups if group.get(STEP) is not None}

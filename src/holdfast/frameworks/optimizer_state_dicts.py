@@ -33,8 +33,8 @@ _PARAMETERS: Final = "params"
 
 
 class _PlainOptimizer(NamedTuple):
-    """What a dict holds: the group of each parameter, with the stored names that say so; and for each name below an
-    optimizer of ours, the stored one.
+    """The contents of a dict: the group of each parameter, with the stored names that say so; and for each name below
+    an optimizer of ours, the stored one.
 
     Parameters have names that are one component: of their number, or of their name in the module. `equal` are pairs of
     stored tensors that are one hyper-parameter here.

@@ -1,4 +1,4 @@
-"""What the passes of a loader of accelerate consist of, and how to have them skip their first batches."""
+"""The passes of a loader of accelerate: their samples, and how a pass skips its first batches."""
 
 from __future__ import annotations
 
