@@ -135,6 +135,19 @@ def test_the_end_waits_no_longer_than_the_machine_exists(
     assert committed(run) == [1]
 
 
+def test_a_deadline_counts_from_the_notice_and_not_from_the_end_of_a_long_step(
+    run: str, state: dict[str, object]
+) -> None:
+    policy = OnPreemption((signal.SIGUSR1,), deadline_s=60.0)
+    with Checkpointer(run, state, memory=None, save=policy) as own:
+        own.step(0)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.5)
+        own.step(1)
+        assert own._loop is not None
+        assert own._loop.preemption.left_s <= 59.5
+
+
 SCRIPT = """
 import os, signal, sys
 import torch, holdfast
@@ -226,10 +239,10 @@ def test_all_ranks_break_an_evaluation_off_after_the_same_part(run: str, node_di
 
 
 def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:
-    """Two ranks, of which one knows the deadline first; nothing becomes durable any more."""
+    """Two ranks, of which one knows the deadline first, in a step that takes longer; nothing becomes durable any more."""
     start_new_job()
     memory = Memory(node_dir=Path(node_dir))
-    policy = EverySteps(5) | OnPreemption((signal.SIGUSR2,), deadline_s=2.0)
+    policy = EverySteps(5) | OnPreemption((signal.SIGUSR2,), deadline_s=4.0)
     own = Checkpointer(run, {"w": torch.zeros(5)}, memory=memory, save=policy, timeout_s=120.0)
     for step in own.steps(100_000):
         time.sleep(0.02)
@@ -237,7 +250,10 @@ def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:
             for pid in keepers(Path(node_dir)):
                 os.kill(pid, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(1.5)
         own.step(step)
+    assert own._loop is not None
+    assert own._loop.preemption.left_s <= 2.5  # the deadline counts from the signal, on both ranks
     own.close()
     return [step, own.preempted, own.exit_code]
 

@@ -19,6 +19,7 @@ The verdict of number n may be forgotten when n + 1 has the verdict "yes": each 
 
 from __future__ import annotations
 
+import time
 from typing import Final, Protocol
 
 import msgspec
@@ -47,13 +48,14 @@ class Registers(Protocol):
 
 
 class ProposedStep(msgspec.Struct, frozen=True):
-    """A step after which all ranks are to act, the reason, whether the loop `ends` then, and whether the act is a save
-    to memory alone."""
+    """A step after which all ranks are to act, the reason, whether the loop `ends` then, whether the act is a save
+    to memory alone, and for how many seconds the proposer has known the reason."""
 
     step: int
     reason: str
     ends: bool = False
     memory_only: bool = False
+    age_s: float = 0.0
 
 
 class Appointment:
@@ -62,6 +64,8 @@ class Appointment:
     def __init__(self, number: int, proposed: ProposedStep) -> None:
         self.number = number
         self.proposed = proposed
+        #: The time (of `time.monotonic`) at which this rank heard of the proposal.
+        self.heard_s = time.monotonic()
         #: Whether all ranks act; None before the verdict is known here.
         self.is_agreed: bool | None = None
         self.decided = Latch()

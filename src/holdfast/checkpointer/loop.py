@@ -127,7 +127,7 @@ class Loop:
             self._wishes = _wishes_of(self._group, "saves")
         agreed = self._wishes.enter(step)
         if agreed is not None and agreed.ends:
-            self.preemption.agree()
+            self.preemption.agree(age_s=agreed.age_s)
         broken_off, self._broken_off = self._broken_off, None
         if broken_off is not None:
             return Wish(broken_off)
@@ -139,7 +139,8 @@ class Loop:
         preempted = None if self.preemption.is_agreed else self.preemption.reason
         if preempted is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
-            if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True):
+            age_s = self.preemption.age_s
+            if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True, age_s=age_s):
                 self.preemption.agree()
                 return Wish(preempted)
         elif self._wish is not None and stronger(due, self._wish) is not due:
@@ -169,13 +170,15 @@ class Loop:
         self._part += 1
         agreed = self._evaluation.enter(self._part)
         reason = self.preemption.reason
+        age_s = self.preemption.age_s
         if agreed is not None:
-            self._broken_off = agreed.reason
-        elif reason is not None and self._evaluation.wish(self._part, Wish(reason), scheduled=None, ends=True):
-            self._broken_off = reason
+            self._broken_off, age_s = agreed.reason, agreed.age_s
+        elif reason is not None:
+            granted = self._evaluation.wish(self._part, Wish(reason), scheduled=None, ends=True, age_s=age_s)
+            self._broken_off = reason if granted else None
         if self._broken_off is None:
             return False
-        self.preemption.agree()
+        self.preemption.agree(age_s=age_s)
         return True
 
     def next_after(self, step: int) -> int:

@@ -30,8 +30,8 @@ class Notice(Protocol):
         """The name of the teller, for reasons."""
 
     @property
-    def is_noted(self) -> bool:
-        """Whether it has told this rank."""
+    def noted_s(self) -> float | None:
+        """The time (of `time.monotonic`) at which it first told this rank; None if it did not."""
 
 
 class Preemption:
@@ -50,7 +50,7 @@ class Preemption:
         self._notices.extend(self._hooks)
         #: Whether all ranks have agreed to end the loop after the last step that ended.
         self.is_agreed = False
-        #: The time at which this rank first knew of it.
+        #: The time at which a rank was first told, as far as this rank knows: the deadline counts from it.
         self._known_s: float | None = None
 
     def arm(self) -> None:
@@ -61,22 +61,28 @@ class Preemption:
     @property
     def reason(self) -> str | None:
         """The reason for a save that ends the loop, if this rank has heard of a preemption."""
-        noted = next((each for each in self._notices if each.is_noted), None)
-        if noted is None:
+        told = [(each.noted_s, each.name) for each in self._notices if each.noted_s is not None]
+        if not told:
             return None
+        noted_s, name = min(told)
         if self._known_s is None:
-            LOG.info("this rank hears of a preemption (%s); all ranks save soon, and end the loop", noted.name)
-        self._know()
-        return f"preempted by {noted.name}"
+            LOG.info("this rank hears of a preemption (%s); all ranks save soon, and end the loop", name)
+        self._know(noted_s)
+        return f"preempted by {name}"
 
     @property
     def is_missed(self) -> bool:
         """Whether this rank has heard of a preemption that no save has followed."""
         return not self.is_agreed and self.reason is not None
 
-    def agree(self) -> None:
-        """All ranks have agreed."""
-        self._know()
+    @property
+    def age_s(self) -> float:
+        """The seconds since a rank was first told, as far as this rank knows; 0 if it knows of nothing."""
+        return 0.0 if self._known_s is None else time.monotonic() - self._known_s
+
+    def agree(self, *, age_s: float = 0.0) -> None:
+        """All ranks have agreed, `age_s` seconds after one of them was told."""
+        self._know(time.monotonic() - age_s)
         self.is_agreed = True
 
     @property
@@ -99,9 +105,8 @@ class Preemption:
         assert self._known_s is not None
         return max(self._known_s + self._deadline_s - time.monotonic(), _LEAST_S)
 
-    def _know(self) -> None:
-        if self._known_s is None:
-            self._known_s = time.monotonic()
+    def _know(self, noted_s: float) -> None:
+        self._known_s = noted_s if self._known_s is None else min(self._known_s, noted_s)
 
 
 class NoticeHook:
@@ -118,9 +123,9 @@ class NoticeHook:
         return f"a notice: {self._answer.text}"
 
     @property
-    def is_noted(self) -> bool:
-        """As `Notice.is_noted`."""
-        return self._answer.text is not None
+    def noted_s(self) -> float | None:
+        """As `Notice.noted_s`."""
+        return self._answer.noted_s
 
     def close(self) -> None:
         """Stop asking."""
@@ -128,19 +133,21 @@ class NoticeHook:
 
 
 class _Answer:
-    """The `text` that the function has given; None before it gives one."""
+    """The `text` that the function has given, and the time of it; both are None before it gives one."""
 
     def __init__(self, ask: Callable[[], str | None], poll_s: float) -> None:
         self._ask = ask
         self._poll_s = poll_s
         self._has_warned = False
         self.text: str | None = None
+        self.noted_s: float | None = None
 
     def look(self) -> float | None:
         """Ask. Returns the pause until the next question; None after an answer."""
         try:
             answer = self._ask()
-            self.text = str(answer) if answer else None
+            if answer:
+                self.text, self.noted_s = str(answer), time.monotonic()
         except (Exception, SystemExit):  # noqa: BLE001 - whatever the user's function does, it is asked again
             if not self._has_warned:
                 self._has_warned = True

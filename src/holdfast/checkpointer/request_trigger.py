@@ -35,7 +35,7 @@ class RequestTrigger:
 
     def wish(self, metrics: Metrics | None, now_s: float) -> Wish | None:
         """As `Trigger.wish`."""
-        if self._signal is not None and self._signal.is_noted:
+        if self._signal is not None and self._signal.noted_s is not None:
             return Wish(f"requested by {self._signal.name}")
         reason = None if self._inbox is None else self._inbox.reason
         return None if reason is None else Wish(reason)
@@ -45,7 +45,7 @@ class RequestTrigger:
         if memory_only:
             return
         if self._signal is not None:
-            self._signal.is_noted = False
+            self._signal.forget()
         if self._inbox is not None:
             self._inbox.grant()
 

@@ -7,6 +7,7 @@ import time
 from typing import Final, Protocol
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from holdfast.agreement.lead import Lead
 from holdfast.agreement.step_ahead import ProposedStep, Registers, StepAhead
@@ -37,11 +38,12 @@ class SharedWishes(Protocol):
     """The wishes of all ranks for a save. All ranks enter the same steps."""
 
     def enter(self, step: int) -> ProposedStep | None:
-        """Enter `step`. Returns what all ranks have agreed on, if they have agreed to save after it. Seldom blocks."""
+        """Enter `step`. Returns what all ranks have agreed on, if they have agreed to save after it, with the present
+        age of the reason. Seldom blocks."""
 
-    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
-        """This rank, which has entered `step`, wants a save; with `ends`, all ranks then end the loop. Returns whether
-        the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
+        """This rank, which has entered `step`, wants a save, and has known the reason for `age_s` seconds; with `ends`,
+        all ranks then end the loop. Returns whether the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
         step that a save follows anyway which grants the wish; if it is near, this does nothing."""
 
     @property
@@ -59,7 +61,7 @@ class WishesOfOne:
         """As `SharedWishes.enter`."""
         return None
 
-    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
         """As `SharedWishes.wish`."""
         return True
 
@@ -107,9 +109,12 @@ class WishesOfRanks:
         finally:  # also on Ctrl-C, for the others wait for this rank
             self._ahead.give_up(appointment, self._registers.foreground)
         self._entered_s = None  # a save takes its own time
-        return appointment.proposed if appointment.is_agreed else None
+        if not appointment.is_agreed:
+            return None
+        proposed = appointment.proposed
+        return replace(proposed, age_s=proposed.age_s + time.monotonic() - appointment.heard_s)
 
-    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False) -> bool:
+    def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
         """As `SharedWishes.wish`."""
         ahead = step + self._lead.steps
         if (
@@ -118,7 +123,7 @@ class WishesOfRanks:
             and (scheduled is None or ahead < scheduled)
             and time.monotonic() >= self._silent_until_s
         ):
-            self._propose(ProposedStep(ahead, wish.reason, ends, wish.memory_only))
+            self._propose(ProposedStep(ahead, wish.reason, ends, wish.memory_only, age_s))
         return False
 
     def _propose(self, proposed: ProposedStep) -> None:

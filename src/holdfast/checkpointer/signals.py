@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
 from types import FrameType
@@ -30,8 +31,8 @@ class SignalNote:
                 action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
             )
         self.name = signal.Signals(signum).name
-        #: Whether the signal has come since this was last set to False.
-        self.is_noted = False
+        #: The time (of `time.monotonic`) at which the signal first came; None if it did not since `forget`.
+        self.noted_s: float | None = None
         #: Until this is True, the signal does what it did before.
         self.is_armed = is_armed
         self._signum = signum
@@ -39,6 +40,10 @@ class SignalNote:
         self._handler = _handler(ref(self), self._before)
         _notes.add(self)
         signal.signal(signum, self._handler)
+
+    def forget(self) -> None:
+        """Wait for the next signal."""
+        self.noted_s = None
 
     def remove(self) -> None:
         """Bring back the handler that was there before. If another one was set since, that one stays, and finds the
@@ -80,9 +85,9 @@ def _handler(
     def handle(signum: int, frame: FrameType | None) -> None:
         alive = note()
         is_wanted = alive is not None and alive in _notes and alive.is_armed
-        is_first = alive is not None and not alive.is_noted
-        if alive is not None and is_wanted:
-            alive.is_noted = True
+        is_first = alive is not None and alive.noted_s is None
+        if alive is not None and is_wanted and is_first:
+            alive.noted_s = time.monotonic()
         if before is signal.default_int_handler and is_wanted and is_first:
             return  # Python's own handler of Ctrl-C would end the loop in the middle of a step
         if callable(before):
