@@ -239,7 +239,7 @@ def test_all_ranks_break_an_evaluation_off_after_the_same_part(run: str, node_di
 
 
 def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:
-    """Two ranks, of which one knows the deadline first, in a step that takes longer; nothing becomes durable any more."""
+    """Two ranks, of which one knows the deadline first, in a long step; nothing becomes durable any more."""
     start_new_job()
     memory = Memory(node_dir=Path(node_dir))
     policy = EverySteps(5) | OnPreemption((signal.SIGUSR2,), deadline_s=4.0)

@@ -147,3 +147,11 @@ def test_weights_that_make_no_sense_are_refused(weights: dict[str, int], text: s
 def test_shares_are_whole_numbers() -> None:
     with pytest.raises(TypeError, match=r"the weight of 'web' must be a whole number, not a float: 0\.5"):
         orders(weights=WEIGHTS | {"web": 0.5})  # type: ignore[arg-type]
+
+
+def test_lengths_without_names_and_what_is_no_loader_are_refused() -> None:
+    with pytest.raises(TypeError, match="lengths has the number of samples of each source by its name, not a list"):
+        MixedOrder([3, 4], weights={"web": 1}, global_batch_size=1)  # type: ignore[arg-type]
+    order = MixedOrder({"web": 3}, weights={"web": 1}, global_batch_size=1)
+    with pytest.raises(TypeError, match="follow takes a DataLoader whose batch_sampler is this order, not a NoneType"):
+        order.follow(None)  # type: ignore[arg-type]

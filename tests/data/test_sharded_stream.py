@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -299,4 +299,38 @@ def test_documents_that_are_no_tokens_are_refused() -> None:
     with pytest.raises(
         TypeError, match=r"one-dimensional array of whole numbers, not of shape \(5,\) and dtype float64"
     ):
+        next(packed)
+
+
+class OneBuffer:
+    """Documents that are all read into the same memory."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]) -> None:
+        self._texts, self._memory = texts, np.zeros(8, np.uint16)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Any:
+        text = self._texts[index]
+        self._memory[: len(text)] = text
+        return self._memory[: len(text)]
+
+
+def test_documents_in_one_buffer_do_not_overwrite_each_other() -> None:
+    packed = PackedTokens(ShardOfDataset(OneBuffer([(1, 1), (2, 2), (3, 3)]), shard=0, num_shards=1), length=6)
+    assert sorted(next(packed).tolist()) == [1, 1, 2, 2, 3, 3]
+
+
+def test_documents_whose_dtypes_have_no_common_dtype_of_whole_numbers_are_refused() -> None:
+    """The sequence had floating-point numbers, in which large tokens are equal."""
+    documents = [np.ones(3, np.int64), np.ones(3, np.uint64)]
+    packed = PackedTokens(ShardOfDataset(documents, shard=0, num_shards=1), length=6)
+    with pytest.raises(TypeError, match=r"tokens of all documents \(int64, uint64\); cast them to one"):
+        next(packed)
+
+
+def test_a_shard_without_tokens_is_refused_instead_of_read_for_ever() -> None:
+    packed = PackedTokens(ShardOfDataset([np.ones(0, np.int64)], shard=0, num_shards=1), length=6)
+    with pytest.raises(ValueError, match="100,000 documents in a row have no tokens"):
         next(packed)

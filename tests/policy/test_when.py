@@ -218,14 +218,17 @@ class TestUnion:
         (lambda: OnMetric(""), "the name of a metric is a string"),
         (lambda: OnMetric("loss", mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
         (lambda: OnMetric("loss", min_delta=-1), "min_delta is a difference"),
-        (lambda: OnRequest(signum=signal.SIGKILL), "no handler can be set for signal 9"),
-        (lambda: OnRequest(signum=12345), "no handler can be set for signal 12345"),
+        (lambda: OnRequest(signum=signal.SIGKILL), "no policy can wait for signal 9"),
+        (lambda: OnRequest(signum=12345), "no policy can wait for signal 12345"),
         (lambda: OnRequest(signum="SIGUSR1"), "signum is a signal"),  # type: ignore[arg-type]
         (lambda: OnRequest(file=5), "file is the path of a file"),  # type: ignore[arg-type]
+        (lambda: OnRequest(file=Path("/")), "a file that asks for a save, but '/' is a folder"),
+        (lambda: OnRequest(signum=signal.SIGCHLD), "no policy can wait for signal 17"),
+        (lambda: Auto(failures=["llama3"]), "failures is one of 'llama3'"),  # type: ignore[arg-type]
         (lambda: OnRequest(poll_s=0), "poll_s must be positive"),
         (lambda: OnPreemption(()), "signums is a tuple of signals"),
         (lambda: OnPreemption(signal.SIGTERM), "signums is a tuple of signals"),  # type: ignore[arg-type]
-        (lambda: OnPreemption((signal.SIGSTOP,)), "no handler can be set for signal 19"),
+        (lambda: OnPreemption((signal.SIGSTOP,)), "no policy can wait for signal 19"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused_where_it_is_made(make: Callable[[], object], message: str) -> None:

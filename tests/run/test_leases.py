@@ -166,3 +166,13 @@ def test_the_end_of_a_process_deletes_its_leases(saved: Run, run: str) -> None:
     )
     subprocess.run([sys.executable, "-c", code, run], check=True, timeout=60)
     assert leased_places(saved) == []
+
+
+def test_a_view_says_that_its_checkpoint_was_deleted_where_a_first_prune_came_without_a_lease(run: str) -> None:
+    """The error took it for damage, and advised to restore a file."""
+    for step in (1, 2):
+        holdfast.save(run, {"w": torch.full((10,), step)}, step)
+    view = holdfast.open(f"{run}@step=1")
+    holdfast.remove(f"{run}@step=1")
+    with pytest.raises(holdfast.CorruptError, match=r"step 1 was deleted from its run after.*Pin the one you read"):
+        view["w"].numpy()

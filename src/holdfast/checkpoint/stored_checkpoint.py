@@ -20,6 +20,7 @@ from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.container import TABLE_OFFSET, Files, num_blocks, parse_table
 from holdfast.format.manifest import DecodedManifest, ValueBlock
+from holdfast.format.tombstones import removed_key
 from holdfast.format.values import Node
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.jobs import DataFile, Extent, ReadJob
@@ -198,14 +199,23 @@ class Checkpoint(StoredState):
         try:
             yield
         except NotFoundError as error:
+            what = f"is incomplete: {error.message}"
+            action = "Restore the file from another copy of the run, or load an older checkpoint."
+            if self._is_removed():
+                what = "was deleted from its run after it was opened: by a keep policy, `holdfast prune` or `rm`."
+                action = "Read another checkpoint. Pin the one you read, and no policy deletes it: `holdfast pin`."
             raise CorruptError(
-                f"the checkpoint of step {self.seal.step} is incomplete: {error.message}",
+                f"the checkpoint of step {self.seal.step} {what}",
                 code="corrupt.incomplete",
-                action="Restore the file from another copy of the run, or load an older checkpoint. If the checkpoint "
-                "was removed just now, load again.",
+                action=action,
                 path=self.path(name),
                 step=self.seal.step,
             ) from error
+
+    def _is_removed(self) -> bool:
+        """Whether the run of the checkpoint has a tombstone for it."""
+        commit = self.sealed.commit
+        return commit is not None and self.sealed.storage.nbytes(removed_key(commit.place)) is not None
 
     def _corrupt(self, name: str, what: str, tensor: str | None = None) -> CorruptError:
         error = super()._corrupt(name, what, tensor)

@@ -43,8 +43,9 @@ class SharedWishes(Protocol):
 
     def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
         """This rank, which has entered `step`, wants a save, and has known the reason for `age_s` seconds; with `ends`,
-        all ranks then end the loop. Returns whether the save follows this step already. May be called in every step until there is a save. `scheduled` is the next
-        step that a save follows anyway which grants the wish; if it is near, this does nothing."""
+        all ranks then end the loop. Returns whether the save follows this step already. May be called in every step
+        until there is a save. `scheduled` is the next step that a save follows anyway which grants the wish; if it is
+        near, this does nothing."""
 
     @property
     def is_stale(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Final
 from weakref import WeakSet, ref
 
 from holdfast.errors import ConfigurationError
-from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy
+from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy, signal_name
 
 
 class SignalNote:
@@ -26,11 +26,11 @@ class SignalNote:
     def __init__(self, signum: int, *, is_armed: bool = True) -> None:
         if current_thread() is not main_thread():
             raise ConfigurationError(
-                f"a handler of {signal.Signals(signum).name} can be set only in the main thread.",
+                f"a handler of {signal_name(signum)} can be set only in the main thread.",
                 code="config.signal",
                 action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
             )
-        self.name = signal.Signals(signum).name
+        self.name = signal_name(signum)
         #: The time (of `time.monotonic`) at which the signal first came; None if it did not since `forget`.
         self.noted_s: float | None = None
         #: Until this is True, the signal does what it did before.

@@ -14,7 +14,7 @@ from holdfast.data.data_identity import StateValue, check_identity
 from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.data.permutation import Numbers
 from holdfast.errors import ConfigurationError
-from holdfast.wording import count
+from holdfast.wording import count, kind_of
 
 T = TypeVar("T")
 
@@ -88,6 +88,8 @@ class BatchOrder(ABC):
                 of order.
             ConfigurationError: another iteration began before this one ended (code ``config.batch``).
         """
+        if not isinstance(loader, Iterable):
+            raise TypeError(f"follow takes a DataLoader whose batch_sampler is this order, not {kind_of(loader)}")
         refuse_out_of_order(loader)
         if getattr(loader, "batch_sampler", self) is not self:
             raise ValueError(

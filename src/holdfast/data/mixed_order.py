@@ -18,6 +18,7 @@ from holdfast.data.data_identity import (
 )
 from holdfast.data.permutation import Grids, Numbers, keys_of, permuted, samples_at
 from holdfast.options import checked_number
+from holdfast.wording import kind_of
 
 #: A round has at most so many samples, so that its numbers fit into the arithmetic of the permutation.
 _MAX_ROUND: Final = 1 << 32
@@ -68,6 +69,10 @@ class MixedOrder(BatchOrder):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if not isinstance(lengths, Mapping):
+            raise TypeError(
+                f"lengths has the number of samples of each source by its name, not {kind_of(lengths)}: {lengths!r}"
+            )
         checked = {name: checked_length(f"the length of {name!r}", length) for name, length in lengths.items()}
         if not checked:
             raise ValueError("an order needs a source, but lengths is empty")

@@ -20,6 +20,8 @@ Tokens = npt.NDArray[np.integer]
 
 #: Samples whose numbers are computed at once.
 _AT_ONCE: Final = 256
+#: Documents without tokens that may follow each other.
+_MAX_EMPTY: Final = 100_000
 
 
 class Dataset(Protocol[T_co]):
@@ -83,11 +85,22 @@ class PackedTokens:
         parts = [] if self._tokens is None else [self._tokens]
         num_tokens = sum(part.size for part in parts)
         while num_tokens < self._length:
-            parts.append(_checked_document(next(self._documents)))
+            parts.append(self._next_document())
             num_tokens += parts[-1].size
         tokens = np.concatenate(parts)
+        if tokens.dtype.kind not in "iu":  # numpy makes floating-point numbers of int64 and uint64 together
+            kinds = ", ".join(sorted({str(part.dtype) for part in parts}))
+            raise TypeError(f"no dtype of whole numbers holds the tokens of all documents ({kinds}); cast them to one")
         self._tokens = tokens[self._length :]
         return tokens[: self._length]
+
+    def _next_document(self) -> Tokens:
+        """The next document that has tokens."""
+        for _ in range(_MAX_EMPTY):
+            document = _checked_document(next(self._documents))
+            if document.size:
+                return document
+        raise ValueError(f"{_MAX_EMPTY:,} documents in a row have no tokens, so they make no sequence")
 
     def state_dict(self) -> dict[str, object]:
         """The state of the documents, and the tokens that were read and not yet given."""
@@ -106,7 +119,7 @@ class PackedTokens:
 
 
 def _checked_document(document: Tokens) -> Tokens:
-    tokens = np.asarray(document)
+    tokens = np.array(document)  # a copy: the dataset may read the next document into the same memory
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise TypeError(
             f"a document must be a one-dimensional array of whole numbers, not of shape {tokens.shape} and dtype "

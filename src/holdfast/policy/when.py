@@ -9,13 +9,31 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from holdfast.goodput.failures import PRESETS
 from holdfast.options import check_flag, check_positive, checked_number
 from holdfast.policy.keep import KeepPolicy, parts_of
 from holdfast.store.urls import absolute
 from holdfast.wording import kind_of
+
+#: Signals that no process can handle, that report an error of the process itself, or that every end of a child sends.
+_NOT_FOR_HANDLERS: Final = frozenset(
+    getattr(signal, name)
+    for name in (
+        "SIGKILL",
+        "SIGSTOP",
+        "SIGSEGV",
+        "SIGBUS",
+        "SIGFPE",
+        "SIGILL",
+        "SIGABRT",
+        "SIGTRAP",
+        "SIGSYS",
+        "SIGCHLD",
+    )
+    if hasattr(signal, name)
+)
 
 
 class SavePolicy:
@@ -146,8 +164,9 @@ class Auto(SavePolicy):
         share: object = self.max_overhead
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1:
             raise ValueError(f"max_overhead is a share of the time, such as 0.01 for 1 %, not {share!r}")
-        if self.failures not in PRESETS:
-            raise ValueError(f"failures is one of {', '.join(map(repr, PRESETS))}, not {self.failures!r}")
+        failures: object = self.failures
+        if not isinstance(failures, str) or failures not in PRESETS:
+            raise ValueError(f"failures is one of {', '.join(map(repr, PRESETS))}, not {failures!r}")
         if self.mttf_s is not None:
             check_positive("mttf_s", self.mttf_s, "seconds")
 
@@ -205,7 +224,10 @@ class OnRequest(SavePolicy):
             file: object = self.file
             if not isinstance(file, str | os.PathLike):
                 raise TypeError(f"file is the path of a file, not {kind_of(file)}: {file!r}")
-            object.__setattr__(self, "file", Path(absolute(os.fspath(file))))
+            path = Path(absolute(os.fspath(file)))
+            if path.is_dir():
+                raise ValueError(f"file is the path of a file that asks for a save, but '{path}' is a folder")
+            object.__setattr__(self, "file", path)
         check_positive("poll_s", self.poll_s, "seconds")
 
     @property
@@ -253,16 +275,24 @@ class OnPreemption(SavePolicy):
         return ("preemption", *map(_name_of, self.signums))
 
 
+def signal_name(signum: int) -> str:
+    """The name of a signal; a real-time signal may have only its number."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
 def _name_of(signum: int) -> str:
-    return f"the signal {signal.Signals(signum).name}"
+    return f"the signal {signal_name(signum)}"
 
 
 def _check_signal(signum: object) -> None:
-    """Raise `TypeError` or `ValueError` unless a handler can be set for the signal `signum`."""
+    """Raise `TypeError` or `ValueError` unless a policy can wait for the signal `signum`."""
     if isinstance(signum, bool) or not isinstance(signum, int):
         raise TypeError(f"signum is a signal, such as signal.SIGUSR1, not {signum!r}")
-    if signum not in signal.valid_signals() or signum in (signal.SIGKILL, signal.SIGSTOP):
-        raise ValueError(f"no handler can be set for signal {signum}; use signal.SIGUSR1, for example")
+    if signum not in signal.valid_signals() or signum in _NOT_FOR_HANDLERS:
+        raise ValueError(f"no policy can wait for signal {signum}; use signal.SIGUSR1, for example")
 
 
 def _two_arguments(save: SavePolicy, keep: KeepPolicy) -> TypeError:
