@@ -336,8 +336,8 @@ class TestRequests:
     ) -> None:
         holdfast.save(run, state, 0)
         file = tmp_path / "save-now"
-        (file / "in it").mkdir(parents=True)  # a folder cannot be removed as a file
         with Checkpointer(run, state, memory=None, save=OnRequest(file=file, poll_s=0.02)) as checkpointer:
+            (file / "in it").mkdir(parents=True)  # a folder cannot be removed as a file
             numbers = iter(range(checkpointer.restore().next_step, 10**6))
             wait_for(lambda: checkpointer.step(next(numbers)))
             holdfast.request_save(run)

@@ -29,6 +29,7 @@ from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.first_save import check_loaded
 from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.memory_save import save_into_memory
@@ -308,10 +309,10 @@ class Checkpointer:
             return report
 
     def steps(self, total: int) -> Iterator[int]:
-        """The numbers of the steps that are left of `total`, for the ``for`` loop that trains. Before the first one,
-        this restores the state, unless `restore` did; a second loop goes on where the first one ended. Each step must
-        end with a call of `step`. The last one is followed by a save, whatever the policy says. On a preemption
-        (`OnPreemption`) it ends early, on all ranks after the same step.
+        """The numbers of the steps that are left of `total`, for the loop that trains. Restores the state first, unless
+        `restore` did, or `holdfast.load` from the run since the last save or step. A second loop goes on where
+        the first one ended. Each step must end with a call of `step`. The last one is followed by a save, whatever the
+        policy says. On a preemption (`OnPreemption`) it ends early, on all ranks after the same step.
 
         Raises what `restore` and `step` raise, and `ConfigurationError`, code ``config.step_order``, if `step` was
         called before anything was restored.
@@ -320,10 +321,9 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         if self._restored is None:
             loop.check_restorable()
-        restored = self.restore() if self._restored is None else self._restored
-        step = loop.begin(restored.next_step, last=total - 1)
-        if step >= total and self._is_first_rank:
-            LOG.info("the next step would be %d, so nothing is left of %d steps", step, total)
+            loaded = loaded_before(self._run, self._state, group=self._group, timeout_s=self._timeout_s)
+            self._restored = loaded or self.restore()
+        step = loop.begin(self._restored.next_step, last=total - 1)
         while step < total and not loop.is_over:
             yield step
             step = loop.next_after(step)

@@ -18,11 +18,13 @@ from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, Wishe
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
 from holdfast.errors import ConfigurationError
+from holdfast.phases import LOG
 from holdfast.policy.pace import Choice
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import Auto, OnRequest, SavePolicy
 from holdfast.policy.wish import Wish, stronger
+from holdfast.run.session import JOB
 from holdfast.store.base import Location
 
 #: Parts of an evaluation are counted up from a multiple of this.
@@ -53,7 +55,7 @@ class Loop:
             raise _second_loop(run)
         self._group = group
         member = member_of(group)
-        is_first_rank = member is None or member.rank == 0
+        self._is_first_rank = is_first_rank = member is None or member.rank == 0
         policies = tuple(policy.parts())
         self._schedule = StepSchedule(policies)
         self._triggers: list[Trigger] = []
@@ -110,6 +112,8 @@ class Loop:
             self._next = step
         self._was_restored = False
         self._schedule.last = last
+        if self._next > last and self._is_first_rank:
+            LOG.info("the next step would be %d, so nothing is left of %d steps", self._next, last + 1)
         return self._next
 
     def due(self, step: int, metrics: Metrics | None) -> Wish | None:
@@ -121,6 +125,7 @@ class Loop:
             raise _out_of_order(step, self._next)
         self._next = step + 1
         self._was_restored = False
+        JOB.note_trained()
         self.preemption.arm()
         if self._wishes.is_stale:
             self._wishes.close()

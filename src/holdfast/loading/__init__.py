@@ -429,6 +429,8 @@ class Loading:
                 passed=passed,
                 equal=equal,
                 has_commit=record.in_history,
+                step=record.step,
+                is_restore=self._options.resumes is not None,
             )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 

@@ -79,8 +79,8 @@ class Load:
     whole state that was given with the whole checkpoint, without a selection, a mapping or a cast. `is_torn`: the load
     failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
     it took `place`, or None. `equal` are the copies that it made equal. `has_commit`: the load found the checkpoint by
-    its commit; a checkpoint that was restored from node memory may not be committed yet. `number` counts the loads of
-    this process.
+    its commit; a checkpoint that was restored from node memory may not be committed yet. `step` is the step of the
+    checkpoint. `is_restore`: it is a `Checkpointer.restore`. `number` counts the loads of this process.
     """
 
     root: str
@@ -93,6 +93,8 @@ class Load:
     passed: Place | None = None
     equal: MadeEqual = field(default=MadeEqual(frozenset(), frozenset()), compare=False, repr=False)
     has_commit: bool = True
+    step: int = -1
+    is_restore: bool = False
     number: int = 0
 
 
@@ -160,6 +162,8 @@ class Session:
         #: The number of the newest load that filled tensor memory, and of the newest one that a save must consider.
         self._newest_in_memory = 0
         self._unused = 0
+        #: The number of the newest load when a step of a loop last ended.
+        self._trained = 0
         #: Whether a load or a transfer has failed half way: then every save must look at what it saves.
         self._has_torn = False
 
@@ -211,6 +215,27 @@ class Session:
             if not (self._unused or self._has_torn):
                 return NEVER_LOADED._replace(number=self._number)
             return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
+
+    def note_trained(self) -> None:
+        """Remember that a step of a loop has ended: training has changed what was loaded before. (One assignment,
+        because every step calls this.)"""
+        self._trained = self._number
+
+    @outer(NOTES)
+    def chosen(self, root: str, sources: Sources) -> Load | None:
+        """The load of the run at `root` by which the caller chose what a loop goes on from: a call of `holdfast.load`
+        that filled a state with these `sources`, as a save from there requires it, and that no save and no step of a
+        loop has followed. None if there is none."""
+        with self._lock:
+            memory = self._memories.get(root)
+            if memory is None:
+                return None
+            loads = sources.loads or frozenset((memory.loaded,))
+            each = {_counted(load, memory, sources.number) for load in loads}
+            load = each.pop() if len(each) == 1 else None
+            if load is None or load.is_restore or load.is_torn or load.number <= self._trained:
+                return None
+            return load if load.is_whole or load.continues else None
 
     @outer(NOTES)
     def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:
