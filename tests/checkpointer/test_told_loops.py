@@ -53,3 +53,24 @@ def test_a_loop_that_forgot_to_restore_is_told_at_its_first_step(run: str, state
     forgetful.restore()
     assert forgetful.step(1) is None
     forgetful.close()
+
+
+def test_a_loop_is_warned_of_state_dicts_which_training_does_not_change(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each checkpoint had the optimizer as it was before the first step, and nothing said so."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = {
+        "model": model.state_dict(),
+        "training": {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()},
+    }
+    with Checkpointer(run, state, memory=None) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(0)
+    warnings = [record.getMessage() for record in caplog.records if "state_dict()" in record.getMessage()]
+    assert len(warnings) == 2
+    assert warnings[0].startswith("'training/optimizer' is a state_dict(): a copy of this moment")
+    assert "'training/scheduler' is a state_dict()" in warnings[1]
+    assert "Give the scheduler itself" in warnings[1]

@@ -44,6 +44,7 @@ from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memor
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import note_signals
+from holdfast.checkpointer.state_advice import advise_on_randomness, warn_of_copies
 from holdfast.checkpointer.storage_save import save_through
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
@@ -58,7 +59,6 @@ from holdfast.run.paths import parse, selected
 from holdfast.saving import numbers_of, run_location, whole
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
-from holdfast.state.random_state import has_random_state
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical
 
@@ -510,11 +510,8 @@ class Checkpointer:
                 check_loaded(self._run, group=self._group, timeout_s=self._timeout_s)
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
-            if self._is_first_rank and not has_random_state(self._state):
-                LOG.info(
-                    "the state has no holdfast.RandomState(), so a job that resumes draws other random numbers than "
-                    'one that goes on; add an entry "random": holdfast.RandomState()'
-                )
+            if self._is_first_rank:
+                advise_on_randomness(self._state)
             if self._restored is not None and self._restored.load is not None:
                 self._loop.expect(self._restored.next_step)
         return self._loop
@@ -538,6 +535,8 @@ class Checkpointer:
             self._run, self._turn = run, turn_in(run)
         self._is_found = True
         self._observers.open()
+        if self._is_first_rank:
+            warn_of_copies(self._state)
 
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
