@@ -130,7 +130,7 @@ def test_the_end_waits_no_longer_than_the_machine_exists(
     own.step(2)
     assert own.preempted
     own.close()
-    assert 1.0 <= time.monotonic() - begun_s < 15.0
+    assert 0.8 <= time.monotonic() - begun_s < 15.0
     assert "the machine is taken away, and not all saves are durable" in caplog.text
     assert committed(run) == [1]
 
@@ -154,9 +154,14 @@ import torch, holdfast
 state = {"w": torch.zeros(10)}
 with holdfast.Checkpointer(sys.argv[1], state, memory=None, save=holdfast.OnPreemption((signal.SIGUSR1,))) as own:
     for step in own.steps(5):
-        if step == 3 and sys.argv[2] == "preempted":
+        if step == 3 and sys.argv[2] != "whole":
             os.kill(os.getpid(), signal.SIGUSR1)
         own.step(step)
+if sys.argv[2] == "told again":
+    os.kill(os.getpid(), signal.SIGUSR1)
+    if len(sys.argv) > 3:  # much later
+        list(own._signals.values())[0].until_s = 0.0
+        os.kill(os.getpid(), signal.SIGUSR1)
 sys.exit(own.exit_code)
 """
 
@@ -165,6 +170,12 @@ sys.exit(own.exit_code)
 def test_the_exit_code_tells_the_scheduler_whether_to_start_the_job_again(run: str, how: str, code: int) -> None:
     ended = run_script(SCRIPT, run, how)
     assert ended.status == code, ended.err
+
+
+def test_a_signal_that_comes_while_a_preempted_job_leaves_does_not_change_its_exit_code(run: str) -> None:
+    """The launcher or the scheduler sends one to each rank that is left; the job looked like a crash."""
+    assert run_script(SCRIPT, run, "told again").status == 75
+    assert run_script(SCRIPT, run, "told again", "later").status == -signal.SIGUSR1
 
 
 class TestEvaluation:
@@ -236,6 +247,32 @@ def test_all_ranks_break_an_evaluation_off_after_the_same_part(run: str, node_di
     assert first[1] == 5
     assert committed(run) == [5]
     end_keepers(node_dir)
+
+
+def ranks_of_which_one_is_stuck(run: str) -> list[object]:
+    start_new_job()
+    policy = EverySteps(10**6) | OnPreemption((signal.SIGUSR2,), deadline_s=2.0)
+    own = Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=policy)
+    steps = own.steps(10**6)
+    own.step(next(steps))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.barrier()  # stuck until the other rank has left its loop
+        own._give_up()
+        return []
+    os.kill(os.getpid(), signal.SIGUSR2)
+    begun_s = time.monotonic()
+    for step in steps:
+        time.sleep(0.02)
+        own.step(step)
+    own.close()
+    dist.barrier()
+    return [own.preempted, own.exit_code, time.monotonic() - begun_s < 30]
+
+
+def test_a_rank_whose_partner_is_stuck_ends_alone_at_the_deadline(run: str) -> None:
+    """It trained on for ever, and ignored every further signal."""
+    assert run_ranks(2, ranks_of_which_one_is_stuck, run)[1] == [True, 75, True]
 
 
 def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:

@@ -43,7 +43,7 @@ from holdfast.checkpointer.restoring import restore, with_load
 from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
-from holdfast.checkpointer.signals import note_signals
+from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
 from holdfast.checkpointer.state_advice import advise_on_randomness, warn_of_copies
 from holdfast.checkpointer.storage_save import save_through
 from holdfast.checkpointer.turn import turn_in
@@ -366,7 +366,7 @@ class Checkpointer:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
         changes in `step`, on all ranks in the same one, whose state is being saved; or in `interruptible`, which it
         broke off: the next `step` then saves."""
-        return self._was_preempted or (self._loop is not None and self._loop.preemption.is_agreed)
+        return self._was_preempted or (self._loop is not None and self._loop.preemption.has_ended)
 
     @property
     def exit_code(self) -> int:
@@ -510,6 +510,7 @@ class Checkpointer:
                 check_loaded(self._run, group=self._group, timeout_s=self._timeout_s)
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
+            self._loop.preemption.patience_s = self._timeout_s
             if self._is_first_rank:
                 advise_on_randomness(self._state)
             if self._restored is not None and self._restored.load is not None:
@@ -518,13 +519,13 @@ class Checkpointer:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
-            self._was_preempted = self._loop.preemption.is_agreed
+            self._was_preempted = self._loop.preemption.has_ended
             self._loop.close()
             self._loop = None
 
     def _forget_signals(self) -> None:
         for note in self._signals.values():
-            note.remove()
+            note.remove(ignores_s=LEAVING_SIGNALS_S if self._was_preempted else 0.0)
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""

@@ -141,9 +141,11 @@ class Loop:
         now_s = time.monotonic()
         for trigger in self._triggers:
             self._wish = stronger(trigger.wish(metrics, now_s), self._wish)
-        preempted = None if self.preemption.is_agreed else self.preemption.reason
+        preempted = None if self.preemption.has_ended else self.preemption.reason
         if preempted is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
+            if self.preemption.gives_up():
+                return None
             age_s = self.preemption.age_s
             if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True, age_s=age_s):
                 self.preemption.agree()
@@ -157,7 +159,7 @@ class Loop:
     def is_over(self) -> bool:
         """Whether the loop ends with the last step that ended. After an evaluation that was broken off, one more step
         has to end, because the last one may not be saved."""
-        return self.preemption.is_agreed and self._broken_off is None
+        return self.preemption.has_ended and self._broken_off is None
 
     def begin_evaluation(self) -> None:
         """An evaluation begins. Its parts have the same numbers on all ranks, whatever earlier ones had."""
@@ -170,7 +172,7 @@ class Loop:
             if self._evaluation is not None:
                 self._evaluation.close()
             self._evaluation = _wishes_of(self._group, "evaluations")
-        if self.preemption.is_agreed:
+        if self.preemption.has_ended:
             return True
         self._part += 1
         agreed = self._evaluation.enter(self._part)

@@ -15,6 +15,11 @@ from holdfast.policy.when import OnPreemption, SavePolicy
 
 _log = logging.getLogger(__name__)
 
+#: Part of the time until the machine is gone that is left for the end of the process: a share, and at most so long.
+_END_SHARE: Final = 0.2
+_END_S: Final = 3.0
+#: Time for earlier saves to become durable on a rank that ends its loop alone.
+_LAST_S: Final = 10.0
 #: The least time that a wait takes, because 0 would mean no limit.
 _LEAST_S: Final = 0.1
 
@@ -44,12 +49,17 @@ class Preemption:
         for policy in policies:
             if isinstance(policy, OnPreemption):
                 self._notices.extend(signals[signum] for signum in policy.signums)
-                self._deadline_s = math.inf if policy.deadline_s is None else policy.deadline_s
+                if policy.deadline_s is not None:
+                    self._deadline_s = policy.deadline_s - min(_END_SHARE * policy.deadline_s, _END_S)
                 if policy.notice is not None:
                     self._hooks.append(NoticeHook(policy.notice, poll_s=policy.poll_s))
         self._notices.extend(self._hooks)
         #: Whether all ranks have agreed to end the loop after the last step that ended.
         self.is_agreed = False
+        #: Whether this rank ends the loop alone, because the others did not agree in time.
+        self.is_given_up = False
+        #: The time that this rank waits for the agreement where no deadline is shorter.
+        self.patience_s = math.inf
         #: The time at which a rank was first told, as far as this rank knows: the deadline counts from it.
         self._known_s: float | None = None
 
@@ -73,7 +83,27 @@ class Preemption:
     @property
     def is_missed(self) -> bool:
         """Whether this rank has heard of a preemption that no save has followed."""
-        return not self.is_agreed and self.reason is not None
+        return not self.has_ended and self.reason is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the loop ends with the last step that ended."""
+        return self.is_agreed or self.is_given_up
+
+    def gives_up(self) -> bool:
+        """Whether this rank, which has heard of a preemption, ends the loop without the others: they have not agreed
+        in time, so some are dead or stuck, and its signals would go unheard for ever."""
+        waited_s, limit_s = self.age_s, min(self._deadline_s, self.patience_s)
+        if waited_s < limit_s:
+            return False
+        _log.warning(
+            "this rank heard of a preemption %.0f s ago, and not all other ranks have agreed on a last step, so some "
+            "do not answer: it ends its loop alone, without a save of the last steps",
+            waited_s,
+        )
+        self.is_given_up = True
+        self._deadline_s = min(self._deadline_s, waited_s + _LAST_S)
+        return True
 
     @property
     def age_s(self) -> float:
@@ -92,9 +122,9 @@ class Preemption:
 
     @property
     def left_s(self) -> float:
-        """The seconds until the machine is gone, at least a tenth of a second; infinite if nobody said so, and before
-        all ranks have agreed: until then they wait for each other as ever."""
-        return self._remaining_s() if self.is_agreed else math.inf
+        """The seconds until this rank has to leave its machine, which is gone soon after: at least a tenth of a second.
+        Infinite if nobody said so, and before all ranks have agreed: until then they wait for each other as ever."""
+        return self._remaining_s() if self.has_ended else math.inf
 
     def close(self) -> None:
         """Stop asking the hook."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -13,6 +14,10 @@ from weakref import WeakSet, ref
 
 from holdfast.errors import ConfigurationError
 from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy, signal_name
+
+#: Time for which a job that ended for a preemption ignores its signals: ranks end at different times, and a launcher or
+#: a scheduler sends them a signal, or another one, while they leave. torchrun gives them as long.
+LEAVING_SIGNALS_S: Final = 30.0
 
 
 class SignalNote:
@@ -30,11 +35,15 @@ class SignalNote:
                 code="config.signal",
                 action="Make the Checkpointer in the main thread, or leave the signal out of its policy.",
             )
+        for each in tuple(_leaving):  # the job before this one in the process has ended
+            each.remove()
         self.name = signal_name(signum)
         #: The time (of `time.monotonic`) at which the signal first came; None if it did not since `forget`.
         self.noted_s: float | None = None
         #: Until this is True, the signal does what it did before.
         self.is_armed = is_armed
+        #: The time from which on the signal does again what it did before.
+        self.until_s = math.inf
         self._signum = signum
         self._before = signal.getsignal(signum)
         self._handler = _handler(ref(self), self._before)
@@ -45,12 +54,20 @@ class SignalNote:
         """Wait for the next signal."""
         self.noted_s = None
 
-    def remove(self) -> None:
+    def remove(self, *, ignores_s: float = 0.0) -> None:
         """Bring back the handler that was there before. If another one was set since, that one stays, and finds the
-        earlier handler behind it."""
-        if self in _notes:
-            _notes.discard(self)
-            self.restore()
+        earlier handler behind it. For `ignores_s` seconds more, the signal does nothing."""
+        if self not in _notes:
+            return
+        if ignores_s > 0:
+            now_s = time.monotonic()
+            self.until_s = now_s + ignores_s
+            _leaving.difference_update([each for each in _leaving if each.until_s < now_s])
+            _leaving.add(self)
+            return
+        _notes.discard(self)
+        _leaving.discard(self)
+        self.restore()
 
     def restore(self) -> None:
         """As `remove`, in this process alone."""
@@ -74,6 +91,8 @@ def note_signals(policies: Iterable[SavePolicy]) -> dict[int, SignalNote]:
 
 #: All notes of this process that are not removed, for children to forget.
 _notes: Final[WeakSet[SignalNote]] = WeakSet()
+#: Those that nobody else keeps alive, and that ignore their signal for a while.
+_leaving: Final[set[SignalNote]] = set()
 
 
 def _handler(
@@ -84,7 +103,7 @@ def _handler(
 
     def handle(signum: int, frame: FrameType | None) -> None:
         alive = note()
-        is_wanted = alive is not None and alive in _notes and alive.is_armed
+        is_wanted = alive is not None and alive in _notes and alive.is_armed and time.monotonic() < alive.until_s
         is_first = alive is not None and alive.noted_s is None
         if alive is not None and is_wanted and is_first:
             alive.noted_s = time.monotonic()
@@ -104,6 +123,7 @@ def _forget_in_child() -> None:
     for note in tuple(_notes):
         note.restore()
     _notes.clear()
+    _leaving.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
