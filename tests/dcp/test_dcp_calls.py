@@ -19,6 +19,7 @@ import holdfast
 from holdfast import dcp
 from holdfast.errors import ConfigurationError, IncompatibleError
 from tests.dcp.dcp_scripts import contents, load_app, save_app, trained
+from tests.support.bound import bits
 from tests.support.models import start_new_job
 
 # Stock DCP warns where there is one process.
@@ -166,6 +167,17 @@ def test_a_folder_of_dcp_is_not_mixed_with_ours(tmp_path: Path) -> None:
     state = empty_state()
     dcp.load(state, checkpoint_id=tmp_path / "c")
     assert state["step"] == 3
+
+
+def test_a_state_dict_with_numbers_loads_from_a_folder_of_dcp_as_with_dcp(tmp_path: Path) -> None:
+    old, new, stock = (trained(seed, steps=2) for seed in (0, 1, 2))
+    torch_dcp.save({"optim": old.optimizer.state_dict()}, checkpoint_id=tmp_path / "c")
+    for module, app in ((dcp, new), (torch_dcp, stock)):
+        state: dict[str, Any] = {"optim": app.optimizer.state_dict()}
+        module.load(state, checkpoint_id=tmp_path / "c")
+        app.optimizer.load_state_dict(state["optim"])
+    slots = [[bits(x) for held in app.optimizer.state.values() for x in held.values()] for app in (old, new, stock)]
+    assert slots[0] == slots[1] == slots[2]
 
 
 class OwnSavePlanner(dcp.DefaultSavePlanner):
