@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import signal
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,7 +20,9 @@ import holdfast
 from holdfast import dcp
 from holdfast.errors import ConfigurationError, IncompatibleError
 from tests.dcp.dcp_scripts import contents, load_app, save_app, trained
+from tests.support.bound import bits
 from tests.support.models import start_new_job
+from tests.support.nursery import run_script
 
 # Stock DCP warns where there is one process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -131,6 +134,42 @@ def test_a_save_that_fails_leaves_the_checkpoint_that_it_would_replace(tmp_path:
     assert state["step"] == 3
 
 
+KILLED = """
+import os, signal, sys
+import torch
+from holdfast import dcp
+from holdfast.dcp import dcp_saving
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "before the commit":
+    dcp_saving.save_over = die
+elif sys.argv[2] == "before the deletion":
+    dcp_saving.remove_replaced = die
+dcp.save({"x": 5}, checkpoint_id=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("when", ["before the commit", "before the deletion"])
+def test_the_next_save_deletes_what_a_killed_one_had_replaced(tmp_path: Path, when: str) -> None:
+    folder = tmp_path / "latest"
+    dcp.save({"x": 1}, checkpoint_id=folder)
+    assert run_script(KILLED, str(folder), when).status == -signal.SIGKILL
+    is_committed = when == "before the deletion"
+    state: dict[str, object] = {"x": 0}
+    dcp.load(state, checkpoint_id=folder)
+    assert state["x"] == (5 if is_committed else 1)
+    assert len(holdfast.ls(folder)) == (2 if is_committed else 1)
+    start_new_job()
+    for number in (7, 8):
+        dcp.save({"x": number}, checkpoint_id=folder)
+        assert len(holdfast.ls(folder)) == 1
+        assert not list((folder / "replaced").iterdir())
+    dcp.load(state, checkpoint_id=folder)
+    assert state["x"] == 8
+
+
 def test_a_run_with_a_history_loses_nothing_to_a_save_of_dcp(tmp_path: Path) -> None:
     for step in range(3):
         holdfast.save(tmp_path / "run", {"x": step}, step)
@@ -147,7 +186,10 @@ def test_a_pinned_checkpoint_stays_beside_the_one_that_replaces_it(
     holdfast.pin(f"{tmp_path / 'c'}@{only.place}")
     dcp.save({"x": 2}, checkpoint_id=tmp_path / "c")
     assert len(holdfast.ls(tmp_path / "c")) == 2
-    assert "keeps the checkpoint that was replaced" in caplog.text
+    assert "keeps a checkpoint that was replaced" in caplog.text
+    holdfast.unpin(f"{tmp_path / 'c'}@{only.place}")
+    dcp.save({"x": 3}, checkpoint_id=tmp_path / "c")
+    assert len(holdfast.ls(tmp_path / "c")) == 1
 
 
 def test_a_folder_with_a_checkpoint_is_refused_without_overwrite(tmp_path: Path) -> None:
@@ -166,6 +208,57 @@ def test_a_folder_of_dcp_is_not_mixed_with_ours(tmp_path: Path) -> None:
     state = empty_state()
     dcp.load(state, checkpoint_id=tmp_path / "c")
     assert state["step"] == 3
+
+
+def test_a_state_dict_with_numbers_loads_from_a_folder_of_dcp_as_with_dcp(tmp_path: Path) -> None:
+    old, new, stock = (trained(seed, steps=2) for seed in (0, 1, 2))
+    torch_dcp.save({"optim": old.optimizer.state_dict()}, checkpoint_id=tmp_path / "c")
+    for module, app in ((dcp, new), (torch_dcp, stock)):
+        state: dict[str, Any] = {"optim": app.optimizer.state_dict()}
+        module.load(state, checkpoint_id=tmp_path / "c")
+        app.optimizer.load_state_dict(state["optim"])
+    slots = [[bits(x) for held in app.optimizer.state.values() for x in held.values()] for app in (old, new, stock)]
+    assert slots[0] == slots[1] == slots[2]
+
+
+def test_a_folder_into_which_dcp_saved_later_is_refused(tmp_path: Path) -> None:
+    """A load would give the older checkpoint without a word."""
+    folder = tmp_path / "c"
+    dcp.save({"x": torch.zeros(2)}, checkpoint_id=folder)
+    torch_dcp.save({"x": torch.ones(2)}, checkpoint_id=folder)
+    state: dict[str, Any] = {"x": torch.full((2,), 5.0)}
+    for call in (dcp.load, dcp.save, dcp.async_save):
+        with pytest.raises(ConfigurationError) as caught:
+            call(state, checkpoint_id=folder)
+        assert caught.value.code == "config.dcp_mixed"
+    assert state["x"].tolist() == [5, 5]
+    (tmp_path / "torch").mkdir()
+    for name in (".metadata", "__0_0.distcp"):
+        (folder / name).rename(tmp_path / "torch" / name)
+    for path, number in ((folder, 0.0), (tmp_path / "torch", 1.0)):
+        dcp.load(state, checkpoint_id=path)
+        assert state["x"].tolist() == [number, number]
+
+
+def test_a_job_whose_folder_another_one_took_is_advised_what_dcp_has(tmp_path: Path) -> None:
+    dcp.save({"x": 1}, checkpoint_id=tmp_path / "c")
+    other = "import sys; from holdfast import dcp; dcp.save({'x': 2}, checkpoint_id=sys.argv[1])"
+    assert run_script(other, str(tmp_path / "c")).status == 0
+    with pytest.raises(holdfast.FencedError) as caught:
+        dcp.save({"x": 3}, checkpoint_id=tmp_path / "c")
+    assert caught.value.code == "fenced.newer_epoch"
+    assert "takeover=" not in str(caught.value)
+    assert "the first save of a new process takes the folder over" in str(caught.value)
+
+
+def test_a_checkpoint_of_a_run_with_several_is_named_by_its_step(tmp_path: Path) -> None:
+    for step in (4, 5, 6):
+        holdfast.save(tmp_path / "ck", {"x": step}, step)
+    state: dict[str, object] = {"x": 0}
+    dcp.load(state, checkpoint_id=f"{tmp_path / 'ck'}@step=5")
+    assert state["x"] == 5
+    with pytest.raises(ConfigurationError):
+        dcp.save(state, checkpoint_id=f"{tmp_path / 'ck'}@step=7")
 
 
 class OwnSavePlanner(dcp.DefaultSavePlanner):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -119,10 +120,45 @@ def test_a_dtype_converts_floating_tensors_and_a_cast_of_the_mapping_is_an_excep
 def test_numbers_are_rounded_as_torch_rounds_them(tmp_path: Path, stored: str, dtype: str) -> None:
     numbers = torch.randn(5000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wide = numbers * 10.0 ** torch.randint(-9, 3, (5000,), generator=torch.Generator().manual_seed(2)).double()
-    tensor = torch.cat([wide, torch.tensor([0.0, -0.0, 1e-45, 1e30, -1e30])]).to(getattr(torch, stored))
+    large = [6e4, -6e4] if dtype == "float16" else [1e30, -1e30]
+    tensor = torch.cat([wide, torch.tensor([0.0, -0.0, 1e-45, *large])]).to(getattr(torch, stored))
     holdfast.save(tmp_path / "run", {"w": tensor}, 1)
     holdfast.export(tmp_path / "run", tmp_path / "hf", dtype=dtype)
     assert same(in_folder(tmp_path / "hf"), {"w": tensor.to(getattr(torch, dtype))})
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype", "value"),
+    [
+        ("float32", "float16", 1e30),
+        ("bfloat16", "float16", -65536.0),
+        ("float64", "bfloat16", 1e300),
+        ("float64", "float32", 1e300),
+        ("float32", "bfloat16", torch.finfo(torch.float32).max),
+        ("float32", "float8_e5m2", 1e6),
+    ],
+)
+def test_a_number_that_would_become_infinite_is_refused_by_its_tensor(
+    tmp_path: Path, stored: str, dtype: str, value: float
+) -> None:
+    fits = torch.tensor([math.inf, -math.inf, 3.0], dtype=getattr(torch, stored))
+    bad = torch.tensor([math.inf, math.nan, value, 2.0], dtype=getattr(torch, stored))
+    holdfast.save(tmp_path / "run", {"m": {"fits": fits, "bad": bad}}, 1)
+    with pytest.raises(IncompatibleError, match=rf"m/bad has the number .*, which {dtype} does not have") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "hf", dtype=dtype)
+    assert caught.value.code == "incompatible.export"
+    assert f"{float(bad[2]):g}" in caught.value.message
+    assert not list((tmp_path / "hf").glob("*.safetensors"))
+    holdfast.export(tmp_path / "run", tmp_path / "rest", dtype=dtype, select="m/fits")
+    (made,) = in_folder(tmp_path / "rest").values()
+    assert same({"x": made}, {"x": fits.to(getattr(torch, dtype))})
+
+
+def test_a_number_that_rounds_to_the_largest_one_fits(tmp_path: Path) -> None:
+    tensor = torch.tensor([65519.0, -65519.0])
+    holdfast.save(tmp_path / "run", {"w": tensor}, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "hf", dtype="float16")
+    assert in_folder(tmp_path / "hf")["w"].tolist() == [65504.0, -65504.0]
 
 
 def test_rules_rename_split_fuse_stack_and_transpose_on_the_way(tmp_path: Path, small_windows: None) -> None:
@@ -221,6 +257,10 @@ def test_names_and_elements_that_do_not_fit_are_refused_before_anything_is_writt
             {"dtype": None, "text_config": {"dtype": "float32"}, "quantization_config": {"dtype": "int4"}},
             {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}, "quantization_config": {"dtype": "int4"}},
         ),
+        (
+            {"dtype": {"": "float32", "vision_config": "float16", "text_config": None}},
+            {"dtype": {"": "bfloat16", "vision_config": "bfloat16", "text_config": "bfloat16"}},
+        ),
         ({"dtype": "bfloat16", "vocabulary": {"dtype": "x"}}, {"dtype": "bfloat16", "vocabulary": {"dtype": "x"}}),
     ],
 )
@@ -238,7 +278,18 @@ def test_the_copied_configuration_names_the_dtype_of_the_export_and_keeps_the_re
     assert (tmp_path / "same" / "config.json").read_text() == json.dumps(before)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_the_copied_configuration_keeps_the_text_of_numbers(divided: Path, tmp_path: Path) -> None:
+    text = '{"a": 1e400, "b": [1.50, -2E-05, "1e400"], "c": Infinity, "dtype": "float32"}'
+    (tmp_path / "config.json").write_text(text)
+    holdfast.export(divided, tmp_path / "hf", dtype="bfloat16", config=tmp_path)
+    written = (tmp_path / "hf" / "config.json").read_text()
+    assert "".join(written.split()) == text.replace("float32", "bfloat16").replace(" ", "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", "\xff", '{"dtype": 1e400}', '{"dtype": 16}', '{"dtype": {"": []}}', '{"torch_dtype": ["float16"]}'],
+)
 def test_a_malformed_configuration_is_refused_where_a_dtype_goes_into_it(
     divided: Path, tmp_path: Path, text: str
 ) -> None:

@@ -112,6 +112,55 @@ def test_an_exported_adapter_is_the_folder_that_peft_writes(tmp_path: Path, kind
     assert state_of(loaded) == state_of(wanted)
 
 
+def test_all_biases_beside_a_module_that_is_saved_whole_are_written_and_read_once(tmp_path: Path) -> None:
+    """Peft writes the biases of such a module under their names in the model, too, and reads the other ones."""
+
+    def made(seed: int) -> Any:
+        config = peft.LoraConfig(target_modules=["q_proj"], r=2, bias="all", modules_to_save=["k_proj"])
+        return randomized(peft.get_peft_model(base(), config), seed)
+
+    model = made(1)
+    stock = saved_by_peft(model, tmp_path / "stock")
+    holdfast.save(tmp_path / "run", {"model": model}, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "made", "peft", config=stock)
+    once = {name: item for name, item in files_of(stock).items() if ".modules_to_save." not in name}
+    assert len(once) == len(files_of(stock)) - 2
+    assert files_of(tmp_path / "made") == once
+    wanted = state_of(peft.PeftModel.from_pretrained(base(), stock))
+    assert state_of(peft.PeftModel.from_pretrained(base(), tmp_path / "made")) == wanted
+    for folder in ("stock", "made"):
+        live = made(2)
+        report = holdfast.load(tmp_path / folder, {"model": live}, strict=False)
+        assert (report.unexpected, len(report.loaded)) == ((), len(once))
+        expected = made(2)
+        peft.set_peft_model_state_dict(expected, peft.utils.load_peft_weights(str(stock), device="cpu"))
+        assert state_of(live) == state_of(expected)
+
+
+@pytest.mark.parametrize(("trained", "configured"), [("all", "none"), ("all", "lora_only"), ("lora_only", "none")])
+def test_trained_biases_that_the_configuration_leaves_out_are_refused(
+    tmp_path: Path, trained: str, configured: str
+) -> None:
+    model = peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj"], r=2, bias=trained))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+    optimizer.step()
+    stock = saved_by_peft(model, tmp_path / "stock")
+    (tmp_path / "config").mkdir()
+    known = json.loads((stock / CONFIG).read_text())
+    (tmp_path / "config" / CONFIG).write_text(json.dumps(known | {"bias": configured}))
+    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer}, 1)
+    with pytest.raises(holdfast.IncompatibleError, match="bias was trained") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "made", "peft", config=tmp_path / "config")
+    assert caught.value.code == "incompatible.export"
+    assert not (tmp_path / "made").exists()
+    holdfast.export(tmp_path / "run", tmp_path / "right", "peft", config=stock)
+    assert files_of(tmp_path / "right") == files_of(stock)
+    options: dict[str, Any] = {"config": tmp_path / "config", "select": "model/**lora_*"}
+    holdfast.export(tmp_path / "run", tmp_path / "chosen", "peft", **options)
+    assert files_of(tmp_path / "chosen") == {name: item for name, item in files_of(stock).items() if "lora_" in name}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_peft_fills_a_live_model_as_peft_does(tmp_path: Path, kind: str) -> None:
     stock = saved_by_peft(adapted(kind, 1), tmp_path / "stock")

@@ -17,6 +17,12 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import HoldfastError, IncompatibleError
+from holdfast.interop.formats import find_state
+from holdfast.interop.importing import import_state
+from holdfast.mapping import Rename
+from holdfast.run.paths import parse
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
@@ -166,16 +172,59 @@ def test_numbers_are_refused_by_an_optimizer_of_fsdp1(tmp_path: Path) -> None:
     assert found == ["incompatible.optimizer"] * 2
 
 
-def test_a_dict_with_numbers_is_advised_to_load_into_the_optimizer_itself(tmp_path: Path) -> None:
+def test_a_dict_with_numbers_takes_the_state_that_dcp_stored_under_texts(tmp_path: Path) -> None:
+    old, new = _numbered(1), _numbered(2)
+    torch_dcp.save(old, checkpoint_id=tmp_path, no_dist=True)
+    report = holdfast.load(tmp_path, into=new)
+    assert "optim/state/%int=1/exp_avg" in report.loaded
+    assert new["losses"] == {0: 1, 10: 1.5}
+    assert _slot_bits(new["optim"]) == _slot_bits(old["optim"])
+
+
+def test_an_imported_dict_with_texts_is_advised_to_load_into_the_optimizer_itself(tmp_path: Path) -> None:
+    state = {"optim": _trained(1).state_dict()}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_state(find_state(parse(str(tmp_path / "dcp"))).state, open_store(Location(str(tmp_path / "run"))), 1)
+    with pytest.raises(IncompatibleError, match=r"as \{\"model\": model, \"optim\": optimizer\}") as caught:
+        holdfast.load(tmp_path / "run", into=state)
+    assert "tree" not in str(caught.value)  # its numbers are text, of which load_state_dict finds none
+
+
+def test_a_number_without_a_text_in_the_checkpoint_is_missing(tmp_path: Path) -> None:
+    torch_dcp.save({"d": {0: torch.ones(2), "a": torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    live: dict[str, dict[Any, Any]] = {"d": {0: torch.zeros(2), 1: torch.zeros(2), "a": torch.zeros(1)}}
+    with pytest.raises(IncompatibleError) as caught:
+        holdfast.load(tmp_path, into=live)
+    assert "d/%int=1" in str(caught.value)
+    assert "d/%int=0" not in str(caught.value)
+    assert "DCP stores" not in str(caught.value)
+    holdfast.load(tmp_path, into=live, strict=False)
+    assert [x.tolist() for x in live["d"].values()] == [[1, 1], [0, 0], [1]]
+
+
+def test_rules_of_the_user_are_not_changed(tmp_path: Path) -> None:
+    torch_dcp.save({"d": {0: torch.ones(2)}, "e": {1: torch.ones(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    live: dict[str, dict[Any, Any]] = {"d": {0: torch.zeros(2)}, "e": {"1": torch.zeros(1)}}
+    holdfast.load(tmp_path, into=live, mapping=[Rename("d/{i}", "d/%int={i}")])
+    assert live["d"][0].tolist() == [1, 1]
+    assert live["e"]["1"].tolist() == [1]
+
+
+def _trained(seed: int) -> torch.optim.Optimizer:
+    torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
+    model(torch.ones(1, 3)).square().sum().backward()
     optimizer.step()
-    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(IncompatibleError, match=r"as \{\"model\": model, \"optim\": optimizer\}") as caught:
-        holdfast.load(tmp_path, into=state)
-    assert "tree" not in str(caught.value)  # its numbers are text, of which load_state_dict finds none
+    return optimizer
+
+
+def _numbered(seed: int) -> dict[str, Any]:
+    return {"optim": _trained(seed).state_dict(), "losses": {0: seed, 10: seed + 0.5}}
+
+
+def _slot_bits(state: dict[str, Any]) -> dict[Any, Any]:
+    return {key: {slot: bits(x) for slot, x in slots.items()} for key, slots in state["state"].items()}
 
 
 def test_state_of_frozen_and_untrained_parameters_is_none(tmp_path: Path) -> None:

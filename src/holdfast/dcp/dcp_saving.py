@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Self, cast
+from typing import Final, NamedTuple, Self, cast
 
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
@@ -18,13 +18,21 @@ from holdfast.calls import PLAIN, SAVE, outer, refuse_nested
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, cannot_honour, check_save_planner, participants, plain_states
-from holdfast.dcp.dcp_storage import Beginning, Destination, begin, destination, remove_replaced, replaced_by_save
+from holdfast.dcp.dcp_storage import Beginning, Destination, begin, destination
+from holdfast.dcp.replaced import mark_replaced, remove_replaced
+from holdfast.errors import FencedError
 from holdfast.phases import attempt, done
 from holdfast.reports import SaveReport
 from holdfast.run.session import JOB, NEVER_LOADED, Sources
 from holdfast.saving import save_over
 from holdfast.state.identity import parts_of
 from holdfast.state.sharded_tensors import is_sharded
+
+#: The advice for a job whose folder another one has taken over. Saves take over by themselves, so no option does.
+_FENCED: Final = (
+    "Stop this job, or save into another folder (checkpoint_id). If this job is the one to go on, stop the other one "
+    "and restart this one: the first save of a new process takes the folder over."
+)
 
 
 @outer(SAVE)
@@ -45,7 +53,7 @@ def save(
     The arguments are those of ``torch.distributed.checkpoint.save``. Objects with ``state_dict`` and
     ``load_state_dict`` are saved by their ``state_dict()``. The folder becomes a run with one checkpoint, whose step is
     the number at the end of the folder's name. If it has one already, that stays until the new one is committed, and is
-    deleted then. A run with several checkpoints keeps them all.
+    deleted then, or by the next save where the job is killed meanwhile. A run with several checkpoints keeps them all.
 
     Copies that ranks hold of one plain tensor or value must be equal, and values must be plain: DCP takes one of the
     copies, and pickles.
@@ -53,7 +61,8 @@ def save(
     Raises:
         ConfigurationError: code ``config.dcp_option``: an argument has no counterpart; the error says what to do.
             ``config.dcp_exists``: the folder has a checkpoint, and the writer has ``overwrite=False``.
-            ``config.not_a_run``: the folder holds other files, such as a checkpoint of DCP.
+            ``config.not_a_run``: the folder holds other files, such as a checkpoint of DCP. ``config.dcp_mixed``: DCP
+            wrote one into it later.
         StateError, StorageError, DeadlineError, FencedError: as `holdfast.save`.
     """
     refuse_nested("holdfast.dcp.save", allowed=PLAIN)
@@ -205,21 +214,25 @@ class _FolderSave:
         """Save, and delete the checkpoint that this one replaces."""
         location, storage_s = self.into.location, deadline.for_storage_s
         is_first = self.channel.rank == 0
-        replaced = attempt(lambda: replaced_by_save(location, storage_s)) if is_first else None
-        report = save_over(
-            self.channel,
-            deadline,
-            location,
-            state,
-            self.step,
-            ranks=self.ranks,
-            numbers={},
-            select=None,
-            takeover=True,
-            is_strict=False,
-            sources=self.sources,
-            known=_PLANS.of(self.ranks, is_background=self.is_background),
-        )
+        replaced = attempt(lambda: mark_replaced(location, storage_s)) if is_first else None
+        try:
+            report = save_over(
+                self.channel,
+                deadline,
+                location,
+                state,
+                self.step,
+                ranks=self.ranks,
+                numbers={},
+                select=None,
+                takeover=True,
+                is_strict=False,
+                sources=self.sources,
+                known=_PLANS.of(self.ranks, is_background=self.is_background),
+            )
+        except FencedError as error:
+            error.action = _FENCED
+            raise
         if replaced is not None and not isinstance(replaced, Exception):
             remove_replaced(replaced, storage_s)
         return report

@@ -15,14 +15,13 @@ from typing import Final, NamedTuple
 import msgspec
 
 from holdfast.dcp.dcp_arguments import cannot_honour
-from holdfast.errors import ConfigurationError, HoldfastError
-from holdfast.format.records import MARKER_KEY, Commit
+from holdfast.errors import ConfigurationError
+from holdfast.format.records import MARKER_KEY
+from holdfast.interop.dcp import METADATA
 from holdfast.run.history import Run
-from holdfast.run.leases import await_ended_reads
 from holdfast.run.paths import Selection, parse
-from holdfast.run.removal import remove_checkpoint
 from holdfast.saving import run_location
-from holdfast.store.base import Location
+from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 from holdfast.wording import kind_of
@@ -119,9 +118,11 @@ def begin(into: Destination, timeout_s: float) -> Beginning:
     """Look at the folder of a save, on rank 0. The step is the number at the end of the folder's name; without one, the
     step after the last save, or 0.
 
-    Raises `ConfigurationError`, code ``config.dcp_exists``, where the save may not replace what is there.
+    Raises `ConfigurationError`, code ``config.dcp_exists``, where the save may not replace what is there, and as
+    `check_unmixed`.
     """
     with TimedStore(open_store(into.location), timeout_s=timeout_s) as storage:
+        check_unmixed(storage)
         head = Run.open(storage).head() if MARKER_KEY in storage.list("") else None
     if head is not None and not into.overwrite:
         raise ConfigurationError(
@@ -136,33 +137,19 @@ def begin(into: Destination, timeout_s: float) -> Beginning:
     return Beginning(0 if head is None else head.step + 1)
 
 
-class Replaced(NamedTuple):
-    """The checkpoint that a save into a folder replaces."""
-
-    location: Location
-    commit: Commit
-
-
-def replaced_by_save(location: Location, timeout_s: float) -> Replaced | None:
-    """The only checkpoint in a folder; None where there is none. A run with several has a history, of which a save of
-    DCP deletes nothing."""
-    with TimedStore(open_store(location), timeout_s=timeout_s) as storage:
-        if MARKER_KEY not in storage.list(""):
-            return None
-        run = Run.open(storage)
-        places = run.places()
-        return Replaced(location, run.commit(places[0])) if len(places) == 1 else None
-
-
-def remove_replaced(replaced: Replaced, timeout_s: float) -> None:
-    """Delete the checkpoint that a save has replaced. It stays where it is pinned or being read, and the log says so:
-    the new one is committed, so the save has succeeded."""
-    await_ended_reads()
-    try:
-        with TimedStore(open_store(replaced.location), timeout_s=timeout_s) as storage:
-            remove_checkpoint(Run.open(storage), replaced.commit)
-    except HoldfastError as error:
-        _log.warning("'%s' keeps the checkpoint that was replaced: %s", replaced.location, error)
+def check_unmixed(storage: Store) -> None:
+    """Raise `ConfigurationError`, code ``config.dcp_mixed``, for a folder with a checkpoint of holdfast and one that
+    ``torch.distributed.checkpoint.save`` wrote into it: nothing says which one is newer. One request."""
+    names = storage.list("")
+    if MARKER_KEY in names and METADATA in names:
+        raise ConfigurationError(
+            f"'{storage.location}' has a checkpoint of holdfast, and another one "
+            f"that torch.distributed.checkpoint.save wrote ({METADATA} and *.distcp).",
+            code="config.dcp_mixed",
+            action=f"To load that of torch, move {METADATA} and the *.distcp files into a folder of their own. To load "
+            "that of holdfast, delete these files. Save with one of the two libraries only.",
+            path=storage.location.url,
+        )
 
 
 def _given(checkpoint_id: str | os.PathLike[str] | None, other: str) -> str | os.PathLike[str]:

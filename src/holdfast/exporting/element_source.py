@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from ml_dtypes import finfo
 
 from holdfast.checkpoint.delivery import cut
 from holdfast.checkpoint.stored_state import StoredState
@@ -99,13 +100,13 @@ class ElementSource:
 
 
 class _Target(NamedTuple):
-    """The elements of a window that one read fills, as carriers; where they are cast, the dtypes from and to."""
+    """The elements of a window that one read fills, as carriers; where they are cast, the tensor that they become."""
 
     array: _Array
-    cast: tuple[str, str] | None
+    cast: ExportTensor | None
 
     def take(self, at: Box, elements: _Array) -> None:
-        self.array[at.slices()] = elements if self.cast is None else _cast(elements, *self.cast)
+        self.array[at.slices()] = elements if self.cast is None else _cast(elements, self.cast)
 
 
 class _WindowReads:
@@ -128,7 +129,7 @@ class _WindowReads:
             self._add_box(segment.tensor, Box(start, box.size), held)
 
     def _add_box(self, tensor: ExportTensor, box: Box, held: _Array) -> None:
-        cast = None if tensor.dtype == tensor.stored_dtype else (tensor.stored_dtype, tensor.dtype)
+        cast = None if tensor.dtype == tensor.stored_dtype else tensor
         for part in tensor.parts:
             met = part.meet(box)
             if met is None:
@@ -181,18 +182,36 @@ def _with_stored_axes(array: _Array, axes: tuple[int, ...]) -> _Array:
     return seen
 
 
-@np.errstate(over="ignore", invalid="ignore")  # a number that the new dtype does not have becomes infinite or nan
-def _cast(elements: _Array, stored: str, dtype: str) -> _Array:
-    """Carriers of elements of dtype `stored` as carriers of `dtype`, as ``tensor.to(dtype)`` gives them."""
-    source, target = numpy_type(stored), numpy_type(dtype)
+@np.errstate(over="ignore", invalid="ignore")  # `_check_fits` finds the numbers that the new dtype does not have
+def _cast(elements: _Array, tensor: ExportTensor) -> _Array:
+    """Carriers of stored elements of `tensor` as carriers of its new dtype, as ``tensor.to(dtype)`` gives them.
+
+    Raises `IncompatibleError`, code ``incompatible.export``, for a finite number that would become infinite or nan.
+    """
+    dtype = tensor.dtype
+    source, target = numpy_type(tensor.stored_dtype), numpy_type(dtype)
     assert source is not None
-    numbers = elements.view(source)
+    numbers = given = elements.view(source)
     if is_floating(dtype) and DTYPES[dtype].itemsize < 4:
         numbers = numbers.astype(np.float32)  # torch rounds to float32 first, too
     if dtype == "float8_e4m3fn":
         numbers = np.clip(numbers, -_LARGEST_E4M3, _LARGEST_E4M3)  # torch saturates here, and only here
     made: _Array = numbers.astype(target)
+    if is_floating(dtype):
+        _check_fits(given, numbers, made, tensor)
     return made.view(CARRIERS[DTYPES[dtype].itemsize])
+
+
+def _check_fits(given: _Array, numbers: _Array, made: _Array, tensor: ExportTensor) -> None:
+    """Refuse a finite number of `given` that is not finite in `made`; `numbers` is a step between the two."""
+    largest = float(finfo(made.dtype).max)  # type: ignore[no-untyped-call]  # it has no types
+    if numbers.size == 0 or (numbers.max() <= largest and numbers.min() >= -largest):
+        return  # the usual case, which takes no memory; nan is in neither range
+    lost = np.isfinite(given) & ~np.isfinite(made)
+    if lost.any():
+        text = f"has the number {float(given[lost][0]):g}, which {tensor.dtype} does not have"
+        action = f"Choose a dtype with a larger range, or leave this tensor {tensor.stored_dtype} by a rule Cast."
+        raise unfit(tensor.name, text, action)
 
 
 def check_equal(state: StoredState, pairs: Sequence[tuple[ExportTensor, ExportTensor]]) -> None:

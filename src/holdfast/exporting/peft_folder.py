@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from pathlib import Path
 
 from holdfast.errors import ConfigurationError, IncompatibleError
@@ -9,7 +11,8 @@ from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
 from holdfast.exporting.chosen_values import plain_key
 from holdfast.exporting.hugging_face_folder import copied_files, no_config, safetensors_file
 from holdfast.exporting.new_folder import NewFolder
-from holdfast.format.names import split
+from holdfast.format.names import join, split
+from holdfast.format.values import Open
 from holdfast.interop.peft_names import (
     CONFIG_NAME,
     METHODS,
@@ -18,6 +21,7 @@ from holdfast.interop.peft_names import (
     conflict,
     decoded_config,
     folder_name,
+    is_bias_of_model,
     lacks,
     live_name,
 )
@@ -46,9 +50,27 @@ def peft_folder(choice: ChosenContent, *, identity: str, config: Path, adapter: 
             keys[name] = found[name].key
             _check(one.tensor._replace(name=name), plain[name], keys[name], known, chosen)
             tensors.append(one.tensor._replace(name=name))
+    _check_trained_biases(choice, set(keys), plain, config)
     if (option := lacks([plain[name] for name in keys], known)) is not None:
         raise no_config(config, f"says {option}, and the adapter {chosen!r} has no tensors for that")
     return NewFolder(identity, copied, [safetensors_file(WEIGHTS_NAME, tensors, keys)], {}, len(tensors))
+
+
+def _check_trained_biases(choice: ChosenContent, written: set[str], plain: Mapping[str, str], config: Path) -> None:
+    """Refuse to leave out a bias that an optimizer of the checkpoint has trained: it has state for it."""
+    optimizers = [path for path, node in choice.table.nodes.items() if node == Open("optimizer")]
+    biases = [name for name in plain if is_bias_of_model(plain[name]) and name not in written]
+    if not optimizers or not biases:
+        return
+    stored = sorted(choice.table.stored)
+    for name in biases:
+        states = (join(path, "state", name, "") for path in optimizers)
+        if any(stored[at].startswith(state) for state in states if (at := bisect_left(stored, state)) < len(stored)):
+            what = f"was trained, and the bias in {config / CONFIG_NAME} leaves it out"
+            action = (
+                'Name the configuration that the adapter was trained with: config (--config), with bias="all", say. '
+            )
+            raise unfit(name, what, action + "To leave it out, choose the weights with select (--select).")
 
 
 def _config(folder: Path, data: bytes) -> AdapterConfig:

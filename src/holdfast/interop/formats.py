@@ -17,6 +17,7 @@ from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.interop.peft_adapters import PeftFormat
+from holdfast.interop.torch_checkpointing import TorchCheckpointingFormat
 from holdfast.interop.torch_files import TorchFileFormat
 from holdfast.interop.torchsnapshot import TorchSnapshotFormat
 from holdfast.interop.weight_files import INDEX_SUFFIX
@@ -31,6 +32,7 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
     ByteCheckpointFormat(),
     DcpFormat(),
     TorchSnapshotFormat(),
+    TorchCheckpointingFormat(),
     PeftFormat(),
     HuggingFaceFormat(),
     DeepSpeedFormat(),
@@ -38,7 +40,7 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
 )
 
 #: Files that are read together with the rest of their folder only.
-_DESCRIPTIONS: Final = (".metadata", ".snapshot_metadata")
+_DESCRIPTIONS: Final = (".metadata", ".snapshot_metadata", "metadata.pkl")
 _FOLDER_SUFFIXES: Final = (".distcp", INDEX_SUFFIX)
 
 

@@ -9,7 +9,7 @@ from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.hugging_face import state_of_headers
-from holdfast.interop.peft_names import CONFIG_NAME, WEIGHTS_NAME, decoded_config, live_name
+from holdfast.interop.peft_names import CONFIG_NAME, WEIGHTS_NAME, decoded_config, is_copy, live_name
 from holdfast.interop.safetensors_header import read_header
 
 _MODEL: Final = "model"
@@ -32,7 +32,10 @@ class PeftFormat:
             config = decoded_config(folder.storage.read(CONFIG_NAME, limit=_MAX_CONFIG_NBYTES))
         except ValueError as error:
             raise damaged(folder.path(CONFIG_NAME), f"is malformed ({error})") from error
-        headers = {WEIGHTS_NAME: read_header(folder.storage, WEIGHTS_NAME)}
+        header = read_header(folder.storage, WEIGHTS_NAME)
+        keys = {tensor.name for tensor in header.tensors}
+        once = tuple(tensor for tensor in header.tensors if not is_copy(tensor.name, keys, config))
+        headers = {WEIGHTS_NAME: header._replace(tensors=once)}
         return state_of_headers(
             folder,
             headers,

@@ -6,7 +6,7 @@ Peft computes one from the other with the live model. Here the configuration of 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Final, NamedTuple
 
 import msgspec
@@ -119,15 +119,31 @@ def lacks(names: Collection[str], config: AdapterConfig) -> str | None:
     return None
 
 
+def is_copy(key: str, keys: Container[str], config: AdapterConfig) -> bool:
+    """Whether a folder with these `keys` has the tensor of `key` twice, and peft reads the other one.
+
+    With ``bias="all"``, peft writes biases of modules that are saved whole also under their names in the model.
+    """
+    module, saved, leaf = key.rpartition(".modules_to_save.")
+    other = f"{module}.{leaf}"
+    return bool(saved) and other in keys and _saved_module(other, config) == module
+
+
+def is_bias_of_model(name: str) -> bool:
+    """Whether the tensor `name` of a live model is a bias of the plain model, which ``bias`` may say to train."""
+    if _IN_MODEL.fullmatch(name) is not None or _SAVED.fullmatch(name) is not None:
+        return False
+    return name.endswith(".bias") and ".original_module." not in name
+
+
 def _ends(targets: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f".{target}" for target in targets)
 
 
 def _is_bias(name: str, config: AdapterConfig) -> bool:
-    """Whether the adapter trains this bias of the model. Only layers that it adapts have a ``base_layer``."""
-    if config.bias == "none" or ".original_module." in name:
-        return False
-    return name.endswith(".bias" if config.bias == "all" else ".base_layer.bias")
+    """Whether the folder has this bias of the model. Only layers that the adapter adapts have a ``base_layer``; with
+    all biases come those of the modules that ``modules_to_save`` replaces, which are not trained."""
+    return config.bias != "none" and name.endswith(".bias" if config.bias == "all" else ".base_layer.bias")
 
 
 def _saved_module(key: str, config: AdapterConfig) -> str | None:

@@ -29,6 +29,7 @@ from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
 from holdfast.loading.load_options import LoadOptions
+from holdfast.loading.number_keys import number_rules
 from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
@@ -97,7 +98,8 @@ def load(
     name.
 
     `mapping` has rules of `holdfast.mapping` that change stored tensors on their way, in order; everything else here
-    concerns the names, shapes and dtypes after them. It copies nothing.
+    concerns the names, shapes and dtypes after them. It copies nothing. Without rules, a checkpoint of another system
+    that stores numbers in names as text, as DCP does, fills dicts with these numbers as keys.
 
     `cast` says which live tensors may have another dtype than the stored ones: all (``True``), or those that globs
     match. Elements are cast as they arrive, as ``tensor.to`` does: floating ones to floating, complex ones to complex
@@ -440,7 +442,10 @@ class Loading:
         checkpoint = opened.checkpoint
         options, body = self._options, checkpoint.manifest.body
         select, cast = options.select(), options.cast()
-        table = mapped(options.mapping, stored_tensors(checkpoint.manifest), body.aliases, checkpoint.nodes)
+        stored, rules = stored_tensors(checkpoint.manifest), options.mapping
+        if not rules and isinstance(checkpoint, ForeignState):
+            rules = number_rules(into, lambda name: name in stored or name in checkpoint.nodes)
+        table = mapped(rules, stored, body.aliases, checkpoint.nodes)
         binding = bind(
             into,
             table.stored,

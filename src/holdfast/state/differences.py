@@ -157,7 +157,8 @@ def _hints(missing: Collection[str], unexpected: Collection[str]) -> Iterator[st
             f"If {saved[0]!r} was saved as a state_dict(), read it with holdfast.open(path)"
             f".tree({saved[0]!r}), and pass that to load_state_dict."
         )
-    elif live:  # in what `tree` returns, an optimizer would look for numbers in vain
+    elif live and any(name.replace("/state/%int=", "/state/") in names for name in missing if "/state/%int=" in name):
+        # In what `tree` returns, an optimizer would look for numbers in vain.
         yield (
             "DCP stores the numbers of the parameters in optimizer.state_dict() as text: give the model and the "
             f'optimizer themselves to holdfast.load, as {{"model": model, "{live[0]}": optimizer}}, or make them '

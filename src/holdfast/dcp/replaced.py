@@ -1,0 +1,83 @@
+"""The checkpoint that a save into a folder replaces, and the mark that outlives a job that is killed meanwhile.
+
+A save marks the old checkpoint before it begins. Once the new one is committed, it deletes the old one, and then the
+mark. A job that is killed in between leaves the mark, so the next save knows that the old one is no part of a history.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from holdfast.errors import HoldfastError, NotFoundError
+from holdfast.format.records import MARKER_KEY, Place, commit_name, parse_commit_name
+from holdfast.run.history import Run
+from holdfast.run.leases import await_ended_reads
+from holdfast.run.removal import remove_checkpoint
+from holdfast.store.base import Location, Store
+from holdfast.store.timed import TimedStore
+from holdfast.store.urls import open_store
+
+_log = logging.getLogger(__name__)
+
+#: The folder of a run in which the name of an object marks the commit of the same name.
+_MARKS: Final = "replaced"
+
+
+class Replaced(NamedTuple):
+    """The checkpoints that a save into a folder replaces: the one that is there, and those of saves that were killed
+    before they could delete theirs."""
+
+    location: Location
+    places: Sequence[Place]
+
+
+def mark_replaced(location: Location, timeout_s: float) -> Replaced | None:
+    """Mark the checkpoint in a folder as one that a save replaces.
+
+    None where there is none, and where there are several without a mark: a run with a history, of which a save of DCP
+    deletes nothing.
+    """
+    with TimedStore(open_store(location), timeout_s=timeout_s) as storage:
+        names = storage.list("")
+        if MARKER_KEY not in names:
+            return None
+        marked = _marked(storage) if _MARKS in names else []
+        current = [place for place in Run.open(storage).places() if place not in marked]
+        if len(current) > 1 or not (current or marked):
+            return None
+        for place in current:
+            storage.create(_key(place), b"{}\n")
+        return Replaced(location, [*marked, *current])
+
+
+def remove_replaced(replaced: Replaced, timeout_s: float) -> None:
+    """Delete the checkpoints that a save has replaced. One stays where it is pinned or being read, and the log says so:
+    the new one is committed, so the save has succeeded. The next save tries again."""
+    await_ended_reads()
+    try:
+        with TimedStore(open_store(replaced.location), timeout_s=timeout_s) as storage:
+            run = Run.open(storage)
+            for place in replaced.places:
+                _remove(run, place)
+    except HoldfastError as error:
+        _log.warning("'%s' keeps a checkpoint that was replaced: %s", replaced.location, error)
+
+
+def _remove(run: Run, place: Place) -> None:
+    try:
+        commit = run.commit(place)
+    except NotFoundError:  # a save that was killed while it deleted this one
+        pass
+    else:
+        remove_checkpoint(run, commit)
+    run.storage.delete(_key(place))
+
+
+def _marked(storage: Store) -> list[Place]:
+    return [place for place in map(parse_commit_name, storage.list(_MARKS)) if place is not None]
+
+
+def _key(place: Place) -> str:
+    return f"{_MARKS}/{commit_name(place)}"
