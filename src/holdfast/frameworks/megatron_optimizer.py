@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
+from holdfast.frameworks.megatron_buckets import BucketLoad, has_buckets
 from holdfast.frameworks.megatron_model import MegatronChunks, bind_pieces, name_below
 from holdfast.frameworks.megatron_shards import HeldPiece, HeldShard, joined
 from holdfast.frameworks.megatron_trained import (
@@ -30,9 +31,7 @@ from holdfast.frameworks.megatron_trained import (
 )
 from holdfast.frameworks.optimizer_saving import is_replayed
 from holdfast.frameworks.piecewise import Piecewise
-
-#: The slot of the master weights, as DeepSpeed's have it too.
-MASTER: Final = "fp32"
+from holdfast.interop.megatron_names import MASTER
 
 
 class MegatronSlots:
@@ -147,6 +146,8 @@ class MegatronOptimizerAdapter:
 
 def _bind(path: str, item: MegatronSlots, source: BindingSource) -> Finish:
     held, model = _read(path, item), item.chunks.path
+    if has_buckets(path, source):
+        return _bind_buckets(path, item, held, source)
     made = _made_slots(path, model, held, source)
     resizable = {shard.key for shards in held.shards.values() for shard in shards if shard.may_resize}
     steps: list[Callable[[], object]] = []
@@ -166,6 +167,22 @@ def _bind(path: str, item: MegatronSlots, source: BindingSource) -> Finish:
             step()
         for each in stale:
             copy_to_master(each)
+        return item
+
+    return finish
+
+
+def _bind_buckets(path: str, item: MegatronSlots, held: _Held, source: BindingSource) -> Finish:
+    """Bind an optimizer to the buckets of a folder of Megatron, whose layout is that of the job but for data
+    parallelism."""
+    chain = [plain.ranges for plain in held.plain]
+    load = BucketLoad(path, chain, source)
+    steps = list(_bind_values(path, item.chunks.path, held, source))
+
+    def finish() -> object:
+        load.finish()
+        for step in steps:
+            step()
         return item
 
     return finish

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from holdfast.errors import StateError
+from holdfast.interop.megatron_names import group_name
 from holdfast.wording import count, kind_of
 
 _CHAINED: Final = "ChainedOptimizer"
@@ -18,18 +19,24 @@ _FLOAT32: Final = "FP32Optimizer"
 _INNER: Final = frozenset(("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD"))
 #: The entries of a parameter's optimizer state that count its steps.
 STEP: Final = "step"
-#: The keys by which Megatron tells parameter groups apart, whatever the layout, and the beginning that NeMo gives them.
 #: Whether a group has experts depends on the layout: with one expert-parallel rank, they are in the other groups.
-_IDENTIFIERS: Final = ("wd_mult", "lr_mult", "is_decoupled_lr")
-_RENAMED: Final = "pre_"
 _OF_LAYOUT: Final = "is_expert_parallel"
+
+
+class BucketPlace(NamedTuple):
+    """The place of a range in a bucket of a distributed optimizer: the name that Megatron's folders have for the
+    bucket, the number of its elements without padding at its end, and the first element of the range."""
+
+    key: str
+    numel: int
+    start: int
 
 
 class TrainedRange(NamedTuple):
     """Elements ``[start, stop)`` of a local parameter, in its row-major order, that an optimizer trains on this rank.
 
     `main` is the tensor that the `inner` optimizer knows. `is_master` says that it is a copy in another dtype; else it
-    shares its memory with the parameter.
+    shares its memory with the parameter. `place` is that in a bucket, for a distributed optimizer.
     """
 
     parameter: torch.Tensor
@@ -39,6 +46,7 @@ class TrainedRange(NamedTuple):
     inner: torch.optim.Optimizer
     is_master: bool
     group: str
+    place: BucketPlace | None = None
 
     @property
     def state(self) -> dict[str, Any]:
@@ -112,12 +120,6 @@ def set_hyper_parameters(optimizers: Sequence[Any], values: Mapping[str, Mapping
         group.update(values[group_name(group)])
 
 
-def group_name(group: Mapping[str, Any]) -> str:
-    """The values that tell a parameter group apart, as text."""
-    found = [(key, group.get(key, group.get(_RENAMED + key))) for key in _IDENTIFIERS]
-    return ",".join(f"{key}={value}" for key, value in found if value is not None) or "all"
-
-
 def num_steps(optimizer: Any, ranges: Sequence[TrainedRange], path: str) -> int | None:
     """The number of steps that a plain optimizer has done; None before the first one. Megatron has one number for all
     parameters, too."""
@@ -146,13 +148,17 @@ def _kind(optimizer: object) -> str | None:
 
 def _distributed(optimizer: Any) -> Iterator[TrainedRange]:
     # Not from the places in buffers: those count the padding between buckets (design note 002, trap 6).
-    for of_dtypes in optimizer.gbuf_ranges:
-        for bucket in (bucket for buckets in of_dtypes.values() for bucket in buckets):
+    above = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
+    for buffer, of_dtypes in enumerate(optimizer.gbuf_ranges):
+        for dtypes, number, bucket in ((key, *each) for key, held in of_dtypes.items() for each in enumerate(held)):
+            name = f"{above}.gbuf_idx_{buffer}.dtype_{dtypes}.bucket_idx_{number}"
+            numel = optimizer.buffers[buffer].buckets[number].numel_unpadded
             for parameter, ranges in bucket["param_map"].items():
-                number, at = optimizer.model_param_group_index_map[parameter]
-                group = optimizer.optimizer.param_groups[number]
+                at_group, at = optimizer.model_param_group_index_map[parameter]
+                group = optimizer.optimizer.param_groups[at_group]
                 held = ranges["param"]
-                yield _range(parameter, held.start, held.end, group["params"][at], optimizer.optimizer, group)
+                found = _range(parameter, held.start, held.end, group["params"][at], optimizer.optimizer, group)
+                yield found._replace(place=BucketPlace(name, numel, ranges["gbuf_world_in_bucket"].start))
 
 
 def _whole(optimizer: Any) -> Iterator[TrainedRange]:

@@ -17,7 +17,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.values import Open
 from holdfast.geometry import whole
 from holdfast.interop.dcp import MAX_METADATA_NBYTES, METADATA, read_metadata, state_of
-from holdfast.interop.dcp_metadata import DcpMetadata, DcpTensor
+from holdfast.interop.dcp_metadata import DcpMetadata, moved
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.item_places import Item, TensorItems
 from holdfast.interop.pickle_machine import PickleError
@@ -86,14 +86,13 @@ def _with_files(folder: ForeignFolder, root: str) -> ForeignFolder:
 def _below(part: str, prefix: str, metadata: DcpMetadata) -> DcpMetadata:
     """The content of one folder, with paths below `part` and files below `prefix`."""
 
-    def moved(item: Item) -> Item:
-        return item._replace(file=prefix + item.file)
-
-    tensors = {}
-    for name, tensor in metadata.tensors.items():
-        items = tensor.items._replace(parts=[(box, moved(item)) for box, item in tensor.items.parts])
-        tensors[f"{part}/{name}"] = DcpTensor((part, *tensor.path), items)
-    values = {f"{part}/{name}": ((part, *path), moved(item)) for name, (path, item) in metadata.values.items()}
+    tensors = {
+        f"{part}/{name}": moved(tensor, (part, *tensor.path), prefix) for name, tensor in metadata.tensors.items()
+    }
+    values = {
+        f"{part}/{name}": ((part, *path), item._replace(file=prefix + item.file))
+        for name, (path, item) in metadata.values.items()
+    }
     return DcpMetadata(tensors, values)
 
 

@@ -10,10 +10,11 @@ from typing import Final
 
 import xxhash
 
+from holdfast.checkpoint.stored_state import NO_STEP
 from holdfast.errors import HoldfastError, StateError
 from holdfast.format.names import shown
 from holdfast.interop.dcp_metadata import DcpMetadata, decode_metadata, name_of
-from holdfast.interop.dcp_values import dcp_nodes
+from holdfast.interop.dcp_values import ContentOf, dcp_nodes, whole_content
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.item_places import Item, item_places
 from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError, UnreadTensorError
@@ -65,9 +66,12 @@ def state_of(
     kind: str,
     data: bytes,
     more: PickledTree | None = None,
+    value_of: ContentOf = whole_content,
+    step: int | None = None,
 ) -> ForeignState:
     """The state that `metadata` describes, which was read from `data` at `path`, and with it the items and nodes of
-    `more`. Raises as `ForeignFormat.open` does."""
+    `more`. `value_of` gives the value that an archive stands for, or none; `step` is that of the state, if it says
+    one. Raises as `ForeignFormat.open` does."""
     more = PickledTree() if more is None else more
     beside = (item for tensor in more.items.values() for _, item in tensor.parts)
     files = sorted({item.file for item in chain(_items(metadata), beside)})
@@ -83,7 +87,8 @@ def state_of(
         files,
         kind=kind,
         identity=xxhash.xxh3_128_hexdigest(data),
-        nodes=dcp_nodes(folder, metadata, more.nodes),
+        nodes=dcp_nodes(folder, metadata, more.nodes, value_of),
+        step=NO_STEP if step is None else step,
     )
 
 

@@ -45,6 +45,15 @@ _UNREAD: Final = (
         for name in ("PosixPath", "PurePosixPath", "WindowsPath")
     ),
 )
+#: The classes of the plans that Megatron keeps in its metadata, which nothing here looks at either.
+_PLANS: Final = (
+    *(
+        f"torch.distributed.checkpoint.planner {name}"
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
+    ),
+    "megatron.core.dist_checkpointing.strategies.torch MCoreSavePlan",
+    "megatron.core.dist_checkpointing.strategies.torch MCoreMetadata",
+)
 _GLOBALS: Final[Globals] = {
     **PLAIN_GLOBALS,
     **pickled_objects(
@@ -59,6 +68,7 @@ _GLOBALS: Final[Globals] = {
         f"{_BYTE_CHECKPOINT} Metadata",
         f"{_BYTE_CHECKPOINT} _StorageInfo",
         *_UNREAD,
+        *_PLANS,
     ),
 }
 
@@ -84,6 +94,12 @@ class DcpMetadata(NamedTuple):
 
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, tuple[StatePath, Item]]
+
+
+def moved(tensor: DcpTensor, path: StatePath, prefix: str) -> DcpTensor:
+    """The tensor under another path, in files below `prefix`."""
+    parts = [(box, item._replace(file=prefix + item.file)) for box, item in tensor.items.parts]
+    return DcpTensor(path, tensor.items._replace(parts=parts))
 
 
 @collector_paused()

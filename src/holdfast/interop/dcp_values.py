@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
@@ -15,22 +15,33 @@ from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
 from holdfast.interop.pickled_tree import CheckedNodes, nodes_of
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 
+#: The values that the object of an archive stands for: itself, or that inside it, or none.
+ContentOf = Callable[[object], Iterable[object]]
+
+
+def whole_content(value: object) -> Iterable[object]:
+    """The object itself, as DCP stores it."""
+    return (value,)
+
 
 def dcp_nodes(
-    folder: ForeignFolder, metadata: DcpMetadata, more: Mapping[str, Node | PickleError] = MappingProxyType({})
+    folder: ForeignFolder,
+    metadata: DcpMetadata,
+    more: Mapping[str, Node | PickleError] = MappingProxyType({}),
+    value_of: ContentOf = whole_content,
 ) -> CheckedNodes:
     """The table of values of a DCP folder, and `more` of them."""
-    return CheckedNodes(partial(_table, folder, metadata, more))
+    return CheckedNodes(partial(_table, folder, metadata, more, value_of))
 
 
 def _table(
-    folder: ForeignFolder, metadata: DcpMetadata, more: Mapping[str, Node | PickleError]
+    folder: ForeignFolder, metadata: DcpMetadata, more: Mapping[str, Node | PickleError], value_of: ContentOf
 ) -> dict[str, Node | HoldfastError]:
     table: dict[str, Node | HoldfastError] = {}
     windows = Windows(folder.storage)
     for path, item in sorted(metadata.values.values(), key=lambda entry: entry[1][:2]):
         place = ArchivePlace(windows, item.file, item.start, item.nbytes)
-        table.update(archived_nodes(folder, name_of(path), place, loader="dcp.load"))
+        table.update(archived_nodes(folder, name_of(path), place, loader="dcp.load", value_of=value_of))
     beside: dict[str, Node | HoldfastError] = {
         name: unreadable(folder.location.url, f"holds {shown(name):.200}, which cannot be read: {node}")
         if isinstance(node, PickleError)
@@ -41,13 +52,16 @@ def _table(
 
 
 def archived_nodes(
-    folder: ForeignFolder, name: str, place: ArchivePlace, *, loader: str
+    folder: ForeignFolder, name: str, place: ArchivePlace, *, loader: str, value_of: ContentOf = whole_content
 ) -> Mapping[str, Node | HoldfastError]:
     """The nodes of a value that has an archive of its own; an error where it cannot be read. Messages name `loader`, a
     function that reads it."""
     path = folder.path(place.key)
     try:
-        return nodes_of(name, TorchArchive(place).value())
+        found: dict[str, Node | HoldfastError] = {}
+        for value in value_of(TorchArchive(place).value()):
+            found.update(nodes_of(name, value))
+        return found
     except ForbiddenGlobalError as error:
         action = f"Leave it out with select=, or load it with {loader} and save it again as plain values."
         return {name: unreadable(path, f"holds {shown(name):.200}, which is refused: {error}", action=action)}

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
 from holdfast.checkpoint.data_files import OpenReader, open_reader
-from holdfast.checkpoint.stored_state import StateRecord, StoredState
+from holdfast.checkpoint.stored_state import NO_STEP, StateRecord, StoredState
 from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.format.manifest import file_name
 from holdfast.format.values import Node, Open
@@ -57,7 +57,8 @@ class ForeignFormat(Protocol):
 class ForeignState(StoredState):
     """The state in a foreign folder. Its bytes have no digests, so reads cannot verify them.
 
-    `files` are the names of its data files. `identity` is a digest of its metadata.
+    `files` are the names of its data files. `identity` is a digest of its metadata. `step` is the one that the folder
+    names.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class ForeignState(StoredState):
         kind: str,
         identity: str,
         nodes: Mapping[str, Node] | None = None,
+        step: int = NO_STEP,
     ) -> None:
         copies = {file_name(index): (FileCopy(folder.storage, name, Tier.STORAGE),) for index, name in enumerate(files)}
         super().__init__(places.manifest, Catalogue(copies), folder=folder.location.url, places=places)
         self._storage = folder.storage
         self._names = tuple(files)
-        self._record = StateRecord(location=folder.location, identity=identity, kind=kind)
+        self._record = StateRecord(location=folder.location, identity=identity, kind=kind, step=step)
         self._nodes = {"": Open("dict")} if nodes is None else nodes
         self._marks = [_mark(folder.storage, name) for name in files]
 

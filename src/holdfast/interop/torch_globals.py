@@ -221,6 +221,8 @@ PLAIN_GLOBALS: Final[Globals] = {
     "torch device": _device,
     "collections OrderedDict": _ordered,
 }
+#: The class of files in memory, in which Megatron has the extra states of modules.
+BYTES_FILE: Final = "_io BytesIO"
 #: Classes without a plain value that files of training often have beside tensors. Their objects stay descriptions.
 _NO_VALUES: Final = (
     *(f"{module} {name}" for module in ("builtins", "__builtin__") for name in ("bytearray", "frozenset", "set")),
@@ -230,6 +232,7 @@ _NO_VALUES: Final = (
         for name in ("PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
     ),
     "argparse Namespace",
+    BYTES_FILE,
     "numpy ndarray",
     "numpy._core.multiarray _reconstruct",
     "numpy.core.multiarray _reconstruct",

@@ -1,0 +1,65 @@
+"""The keys in Megatron's folders, and the names that a live job of Megatron has for the same things."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+#: The slot of the master weights, as a state of ours names it, and as Megatron's optimizers do: the distributed one,
+#: and the others.
+MASTER: Final = "fp32"
+MASTERS: Final = ("param", "fp32_param")
+#: The entry of a state's optimizer that has buckets of a distributed optimizer.
+BUCKETS: Final = "buckets"
+#: The keys by which Megatron tells parameter groups apart, whatever the layout, and the beginning that NeMo gives them.
+IDENTIFIERS: Final = ("wd_mult", "lr_mult", "is_decoupled_lr")
+_RENAMED: Final = "pre_"
+_CHAIN: Final = r"(?:chained_[0-9]{1,4}\.)?"
+_SLOT: Final = re.compile(rf"{_CHAIN}optimizer\.state\.(?P<slot>[^.]+)\.(?P<weight>.+)", re.DOTALL)
+_BUCKET: Final = re.compile(
+    rf"(?P<bucket>{_CHAIN}optimizer\.distributed\.dp_group_idx_[0-9]+\..+\.bucket_idx_[0-9]+)\.(?P<slot>[^.]+)"
+)
+_VALUE: Final = re.compile(rf"{_CHAIN}optimizer\.distributed\.dp_group_idx_[0-9]+\.(?P<entry>[^./]+)/shard_[0-9_.]+")
+_RANDOM: Final = re.compile(r"rng_state/shard_([0-9]+)\.([0-9]+)_([0-9]+)\.([0-9]+)")
+
+#: The path of a tensor in a state.
+NamePath = tuple[str, ...]
+
+
+class RandomShard(NamedTuple):
+    """The random numbers of the ranks of one pipeline stage and one tensor-parallel rank, of so many."""
+
+    stage: int
+    column: int
+    stages: int
+    columns: int
+
+
+def tensor_path(key: str) -> NamePath:
+    """The path of the tensor that has this key in a folder."""
+    if (found := _SLOT.fullmatch(key)) is not None:
+        slot = MASTER if found["slot"] in MASTERS else found["slot"]
+        return "optimizer", "state", "model", found["weight"], slot
+    if (found := _BUCKET.fullmatch(key)) is not None:
+        slot = MASTER if found["slot"] in MASTERS else found["slot"]
+        return "optimizer", BUCKETS, found["bucket"], slot
+    return "model", key
+
+
+def optimizer_entry(key: str) -> str | None:
+    """What an object of the optimizer is, such as ``optimizer`` or ``grad_scaler``; None for any other object."""
+    found = _VALUE.fullmatch(key)
+    return None if found is None else found["entry"]
+
+
+def random_shard(key: str) -> RandomShard | None:
+    """The ranks whose random numbers an object has; None for any other object."""
+    found = _RANDOM.fullmatch(key)
+    return None if found is None else RandomShard(*map(int, found.groups()))
+
+
+def group_name(group: Mapping[str, object]) -> str:
+    """The values that tell a parameter group apart, as text."""
+    found = [(key, group.get(key, group.get(_RENAMED + key))) for key in IDENTIFIERS]
+    return ",".join(f"{key}={value}" for key, value in found if value is not None) or "all"

@@ -1,0 +1,230 @@
+"""The values of a Megatron checkpoint, by the names that a live job has: from ``common.pt``, and from objects."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from typing import Final, NamedTuple
+
+from holdfast.errors import StateError
+from holdfast.format.dtypes import DTYPES
+from holdfast.format.names import component, join
+from holdfast.format.values import Open, Stateful, TableNode
+from holdfast.geometry import whole
+from holdfast.interop.dcp_metadata import DcpMetadata
+from holdfast.interop.foreign_format import damaged
+from holdfast.interop.item_places import Item, TensorItems
+from holdfast.interop.megatron_folder import COMMON, IterationFolder
+from holdfast.interop.megatron_names import BUCKETS, group_name, optimizer_entry
+from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal
+from holdfast.interop.pickled_tree import PickledTree, pickled_tree
+from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
+from holdfast.interop.torch_globals import BYTES_FILE, PickledTensor
+
+#: The keys of ``common.pt`` that live objects have, too; all others are entries of `_JOB`.
+_OPTIMIZER: Final = "optimizer"
+_SCHEDULER: Final = "opt_param_scheduler"
+_JOB: Final = "megatron"
+_ARGUMENTS: Final = "args"
+#: What a live state leaves out of a parameter group: it depends on the layout, or is an entry of its own.
+_NOT_HYPER: Final = frozenset(("params", "step", "is_expert_parallel"))
+_GATHERED: Final = "param_state"
+_FLOATS: Final[Mapping[str, str]] = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+
+class _Source(NamedTuple):
+    """An opened archive, and the file that it lies in."""
+
+    archive: TorchArchive
+    file: str
+    windows: Windows
+
+    def items(self, tensor: PickledTensor) -> TensorItems:
+        """A tensor of the archive as one part in the file."""
+        nbytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
+        item = Item(self.file, self.archive.elements_offset(tensor), nbytes, is_bare=True)
+        return TensorItems(tensor.dtype, tensor.shape, [(whole(tensor.shape), item)])
+
+    def number(self, value: object) -> object:
+        """A tensor of one element as a number; anything else as it is."""
+        if not isinstance(value, PickledTensor) or prod(value.shape) != 1 or value.dtype not in _FLOATS:
+            return value
+        form = struct.Struct(_FLOATS[value.dtype])
+        at = self.archive.elements_offset(value)
+        return form.unpack(self.windows.read(self.file, at, form.size))[0]
+
+
+class _PlainOptimizer(NamedTuple):
+    """The state of one optimizer of a chain, and where it was read."""
+
+    number: int
+    state: Mapping[object, object]
+    source: _Source
+
+
+class MegatronValues:
+    """The values of an iteration's folder, and the tensors inside them."""
+
+    def __init__(self, found: IterationFolder, metadata: DcpMetadata) -> None:
+        self._found = found
+        self._windows = Windows(found.folder.storage)
+        self.tree = PickledTree()
+        common = self._source(found.prefix + COMMON, 0, None)
+        content = self._content(common)
+        #: The iteration, as the job has counted it; None for a folder that does not say it.
+        counted = content.get("iteration")
+        self.iteration = counted if isinstance(counted, int) and counted >= 0 else found.iteration
+        self.tree.nodes[_JOB] = Open("dict")
+        for key, value in content.items():
+            if key == _SCHEDULER:
+                self._add("scheduler", value, common)
+                if isinstance(node := self.tree.nodes["scheduler"], TableNode):
+                    self.tree.nodes["scheduler"] = Stateful(node)
+            elif key != _OPTIMIZER:
+                self._add(join(_JOB, component(str(key))), _readable(value) if key == _ARGUMENTS else value, common)
+        held = content.get(_OPTIMIZER)
+        self._add_optimizer([*_in_common(held, common), *self._in_objects(metadata)], metadata)
+
+    def _source(self, file: str, start: int, nbytes: int | None) -> _Source:
+        size = (self._found.folder.storage.nbytes(file) or 0) if nbytes is None else nbytes
+        try:
+            return _Source(TorchArchive(ArchivePlace(self._windows, file, start, size)), file, self._windows)
+        except ArchiveError as error:
+            raise damaged(self._found.folder.path(file), f"is no file of torch.save: {error}") from error
+
+    def _content(self, source: _Source) -> dict[object, object]:
+        path = self._found.folder.path(source.file)
+        try:
+            content = source.archive.value(keep_unknown=True)
+        except (ArchiveError, PickleError) as error:
+            raise damaged(path, f"is malformed: {error}") from error
+        if not isinstance(content, dict):
+            raise damaged(path, "holds no dict of values")
+        return content
+
+    def _in_objects(self, metadata: DcpMetadata) -> Iterator[_PlainOptimizer]:
+        """The optimizers whose values are objects: those of the formats that keep the layout of the save."""
+        for name, (_, item) in sorted(metadata.values.items()):
+            entry = optimizer_entry(name)
+            if entry not in (_OPTIMIZER, "grad_scaler"):
+                continue
+            source = self._source(item.file, item.start, item.nbytes)
+            try:
+                value = source.archive.value(keep_unknown=True)
+            except (ArchiveError, PickleError) as error:
+                raise damaged(self._found.folder.path(item.file), f"is malformed: {error}") from error
+            for part in unpacked(value):
+                yield _PlainOptimizer(_number_in_chain(name), {entry: part}, source)
+
+    def _add_optimizer(self, optimizers: list[_PlainOptimizer], metadata: DcpMetadata) -> None:
+        slots = {tensor.path[1] for tensor in metadata.tensors.values() if tensor.path[0] == _OPTIMIZER}
+        if not optimizers and not slots:
+            return
+        if any(optimizer_entry(name) == _GATHERED for name in metadata.values):
+            what = "the distributed optimizer was saved in the format dp_zero_gather_scatter, which is none of tensors"
+            self.tree.nodes[_OPTIMIZER] = PickleError(what)
+            return
+        self.tree.nodes[_OPTIMIZER] = Open("optimizer")
+        entries = ("state", "param_groups", "group_of", *(slots & {BUCKETS}))
+        self.tree.nodes.update((join(_OPTIMIZER, entry), Open("dict")) for entry in entries)
+        groups: dict[str, dict[str, object]] = {}
+        steps: set[object] = set()
+        scalers: dict[int, tuple[object, _Source]] = {}
+        for number, state, source in optimizers:
+            inner = state.get(_OPTIMIZER, state)
+            for group in _groups(inner):
+                groups.setdefault(group_name(group), {k: v for k, v in group.items() if k not in _NOT_HYPER})
+                steps |= {source.number(group["step"])} if group.get("step") is not None else set()
+            steps |= {source.number(step) for step in _common_step(inner)}
+            if "grad_scaler" in state:
+                scalers.setdefault(number, (state["grad_scaler"], source))
+        for name, group in groups.items():
+            self._add(join(_OPTIMIZER, "param_groups", component(name)), group, optimizers[0].source)
+        for at, (scaler, source) in scalers.items():
+            self._add(join(_OPTIMIZER, "grad_scaler", str(at)), scaler, source)
+        if scalers:
+            self.tree.nodes[join(_OPTIMIZER, "grad_scaler")] = Open("dict")
+        if steps:
+            self.tree.nodes.update(pickled_tree(join(_OPTIMIZER, "step"), _one_count(steps)).nodes)
+
+    def _add(self, name: str, value: object, source: _Source) -> None:
+        """Add a value, and the tensors in it. What cannot be read is an error where it is looked up."""
+        try:
+            found = pickled_tree(name, value)
+            items = {each: source.items(tensor) for each, tensor in found.tensors.items()}
+        except (ArchiveError, PickleError, StateError) as error:
+            self.tree.nodes[name] = PickleError(str(error))
+            return
+        self.tree.nodes.update(found.nodes)
+        self.tree.items.update(items)
+
+
+def unpacked(value: object) -> Iterator[object]:
+    """The content of an object: Megatron stores a list of one, and for modules without extra state nothing in it."""
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, PickledObject) and item.name == BYTES_FILE:
+            state = item.state if isinstance(item.state, tuple) else item.args
+            data = state[0] if state else b""
+            if data:
+                yield data
+        elif item is not None and not (isinstance(item, PickledTensor) and not prod(item.shape)):
+            yield item
+
+
+def _in_common(held: object, source: _Source) -> Iterator[_PlainOptimizer]:
+    """The optimizers in ``common.pt``: one, or a chain, by numbers. Those whose values are objects have only the name
+    of their format there."""
+    if not isinstance(held, dict):
+        return
+    chained = held.items() if held and all(type(key) is int for key in held) else [(0, held)]
+    for number, state in chained:
+        if isinstance(state, dict) and (_OPTIMIZER in state or "param_groups" in state):
+            yield _PlainOptimizer(number, state, source)
+
+
+def _number_in_chain(name: str) -> int:
+    found = name.partition(".")[0].removeprefix("chained_")
+    return int(found) if found.isdigit() else 0
+
+
+def _groups(inner: object) -> Iterator[dict[str, object]]:
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, dict):
+            yield {key: value for key, value in group.items() if isinstance(key, str)}
+
+
+def _common_step(inner: object) -> Iterable[object]:
+    state = inner.get("state") if isinstance(inner, dict) else None
+    return [state["common_step"]] if isinstance(state, dict) and "common_step" in state else []
+
+
+def _one_count(steps: set[object]) -> object:
+    """The number of steps that all parameters have done."""
+    counts = {int(step) for step in steps if isinstance(step, int | float)}
+    if len(counts) != 1:
+        return PickleError("the optimizers have done different numbers of steps")
+    return counts.pop()
+
+
+def _readable(arguments: object) -> object:
+    """The arguments of the job as a dict. An object among them that is no value is its text."""
+    if not isinstance(arguments, PickledObject) or not isinstance(arguments.state, dict):
+        return arguments
+    return {key: _readable_items(value) for key, value in arguments.state.items()}
+
+
+def _readable_items(value: object) -> object:
+    if isinstance(value, list):
+        return [_text(item) for item in value]
+    return tuple(_text(item) for item in value) if type(value) is tuple else _text(value)
+
+
+def _text(value: object) -> object:
+    if isinstance(value, UnknownGlobal):
+        return value.name.replace(" ", ".")
+    if isinstance(value, PickledObject):
+        plain = ", ".join(repr(item) for item in value.args if isinstance(item, str | int | float | None))
+        return f"{value.name.replace(' ', '.')}({plain:.200})"
+    return value
