@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    from tests.interop.megatron_state import gradient, named_weight
     from tests.trainers.megatron_on_cpu import megatron_on_cpu
 
 WIDTH, LAYERS = 16, 4
@@ -170,7 +171,7 @@ def train(job: Job, steps: int, *, first: int = 0) -> None:
         gather_weights(job)
         for chunk in job.chunks:
             for parameter in chunk.parameters():
-                parameter.main_grad.copy_(parameter.detach().float() * 0.5 + 0.01 * (step + 1))
+                parameter.main_grad.copy_(gradient(parameter, step))
         with torch.no_grad():
             done, *_ = job.optimizer.step()
         assert done
@@ -198,9 +199,7 @@ def fill(job: Job) -> None:
 
 
 def _value(shard: ShardedTensor) -> torch.Tensor:
-    shape = torch.Size(shard.global_shape)
-    position = torch.arange(shape.numel(), dtype=torch.float64).view(shape)
-    values = torch.sin(position * 12.9898 + sum(map(ord, shard.key))) * 0.5
+    values = named_weight(shard.key, tuple(shard.global_shape))
     return values[shard.global_slice()].view(shard.local_shape).to(shard.dtype)
 
 

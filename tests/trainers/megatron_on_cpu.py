@@ -40,6 +40,7 @@ REPLACED: list[tuple[Any, str, Any, str]] = [
     (torch.Tensor, "type", _type, "optimizers tell parameters apart by 'torch.cuda.BFloat16Tensor'"),
     (torch.cuda, "current_device", lambda: torch.device("cpu"), "buffers of parameters and gradients"),
     (torch.cuda, "set_device", lambda device: None, "the example of the guide"),
+    (torch.cuda, "synchronize", lambda *_: None, "saves of dist_checkpointing"),
     (tensor_parallel, "model_parallel_cuda_manual_seed", torch.manual_seed, "the example of the guide"),
     (tensor_parallel.random.CudaRNGStatesTracker, "fork", lambda *_: nullcontext(), "initialisation, attention"),
     (torch, "tensor", _without_cuda(torch.tensor), "loss scalers, norms of gradients"),

@@ -19,6 +19,7 @@ from holdfast.exporting.new_folder import NewFolder, write_folder
 from holdfast.exporting.peft_folder import peft_folder
 from holdfast.format.patterns import Globs
 from holdfast.interop.formats import find_state
+from holdfast.interop.megatron_folder import iteration_name, write_tracker
 from holdfast.mapping import Cast, Rule
 from holdfast.mapping.parts import is_floating
 from holdfast.mapping.rules import checked_rules
@@ -28,14 +29,16 @@ from holdfast.progress import PATIENCE_S, progress
 from holdfast.reports import ExportReport
 from holdfast.run.leases import leased
 from holdfast.run.paths import parse
-from holdfast.store.base import Location, Store
+from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
 
 __all__ = ["export"]
 
 #: Most bytes of tensors in one new file, as Hugging Face has it.
 SHARD_NBYTES: Final = 5_000_000_000
-_FORMATS: Final = ("hf", "peft", "dcp")
+_FORMATS: Final = ("hf", "peft", "dcp", "megatron")
+#: Those that have optimizers and values, too; their metadata consists of torch's own classes.
+_WITH_VALUES: Final = ("dcp", "megatron")
 
 
 def export(
@@ -52,7 +55,8 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
     Hugging Face's loaders read them, ``"peft"``, the weights of one adapter as `PeftModel.from_pretrained` reads them,
-    or ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``.
+    ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``, or ``"megatron"``, a folder with the tracker file and
+    one iteration for ``megatron.core.dist_checkpointing.load``.
 
     Blocking. Call it in one process. Needs no model and no GPU; only ``"dcp"`` needs torch. Reads each stored block
     once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are durable on
@@ -86,10 +90,10 @@ def export(
     lease = None if found.located is None else leased(found.located)
     try:
         state = found.state
-        choice = choose(state, select=globs, rules=rules, model_only=to != "dcp", is_mapped=bool(mapping))
+        choice = choose(state, select=globs, rules=rules, model_only=to not in _WITH_VALUES, is_mapped=bool(mapping))
         check_equal(state, choice.equal)
-        folder = _folder(choice, to, state.record.identity, limit, config, dtype=dtype, adapter=adapter)
-        return _written(state, folder, open_store(location_of(os.fspath(dst))), to, len(choice.values), began)
+        folder = _folder(choice, to, state, limit, config, dtype=dtype, adapter=adapter)
+        return _written(state, folder, os.fspath(dst), to, len(choice.values), began)
     finally:
         if lease is not None:
             lease.end()
@@ -102,7 +106,7 @@ def _check_format(to: str, config: object, adapter: object) -> None:
             code="config.export",
             action=f"Choose one of {', '.join(_FORMATS)}.",
         )
-    if to == "dcp" and config is not None:
+    if to in _WITH_VALUES and config is not None:
         raise ConfigurationError(
             f"a folder of {to} has no configuration of a model.",
             code="config.export",
@@ -136,13 +140,18 @@ def _rules(mapping: Sequence[Rule] | None, dtype: str | None) -> tuple[Rule, ...
 def _folder(
     choice: ChosenContent,
     to: str,
-    identity: str,
+    state: StoredState,
     shard_nbytes: int,
     config: str | os.PathLike[str] | None,
     *,
     dtype: str | None,
     adapter: str | None,
 ) -> NewFolder:
+    identity = state.record.identity
+    if to == "megatron":
+        from holdfast.exporting.megatron_folder import megatron_folder  # as below
+
+        return megatron_folder(choice, state, shard_nbytes=shard_nbytes)
     if to == "dcp":
         from holdfast.exporting.dcp_folder import dcp_folder  # it imports torch, which no other format needs
 
@@ -154,11 +163,13 @@ def _folder(
     return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
 
 
-def _written(
-    state: StoredState, folder: NewFolder, storage: Store, to: str, num_values: int, began: float
-) -> ExportReport:
+def _written(state: StoredState, folder: NewFolder, dst: str, to: str, num_values: int, began: float) -> ExportReport:
+    name = iteration_name(state.record.step) if to == "megatron" else ""
+    storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
     with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
         written = write_folder(storage, folder, state, advance=advance)
+    if name:
+        write_tracker(open_store(location_of(dst)), name)
     report = ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from holdfast.format.values import Node, TorchValue
 from holdfast.geometry import Box, whole
 from holdfast.state.local_placements import generator_state, revive
 
-_METADATA: Final = ".metadata"
+METADATA: Final = ".metadata"
 
 
 def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> NewFolder:
@@ -45,23 +45,49 @@ def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> Ne
     names = [*choice.values, *(name for one in choice.tensors for name in one.names)]
     paths = {name: key_path(name, nodes) for name in names}
     keys = _keys(paths)
-    files = _DistcpFiles(shard_nbytes)
-    metadata = Metadata({}, {keys[name]: path for name, path in paths.items()}, {}, StorageMeta(), "1.0.0")
+    content = DcpContent(shard_nbytes, {keys[name]: path for name, path in paths.items()})
     for name in choice.values:
-        metadata.state_dict_metadata[keys[name]] = BytesStorageMetadata()
-        metadata.storage_data[MetadataIndex(keys[name])] = files.add_bytes(_saved(_value(nodes, name)))
+        content.add_value(keys[name], plain_value(nodes, name))
     for aliases, tensor in choice.tensors:
+        content.add_tensor([keys[name] for name in aliases], tensor)
+    return NewFolder(identity, {}, content.files(), {METADATA: content.metadata()}, len(choice.tensors))
+
+
+class DcpContent:
+    """The tensors and values of a folder under construction, in files of at most `shard_nbytes` bytes, or of one
+    archive. `paths` are those of nested dicts, by key."""
+
+    def __init__(self, shard_nbytes: int, paths: Mapping[str, KeyPath] | None) -> None:
+        self._files = _DistcpFiles(shard_nbytes)
+        self._metadata = Metadata({}, None if paths is None else dict(paths), {}, StorageMeta(), "1.0.0")
+        self._stored: dict[MetadataIndex, _StorageInfo] = {}
+
+    def add_value(self, key: str, value: object) -> None:
+        """Add a value in plain types."""
+        self._metadata.state_dict_metadata[key] = BytesStorageMetadata()
+        self._stored[MetadataIndex(key)] = self._files.add_bytes(saved(value))
+
+    def add_tensor(self, keys: Sequence[str], tensor: ExportTensor) -> None:
+        """Add a tensor, which is stored once, under all its keys."""
         chunks, stored = [], []
         for box in _boxes(whole(tensor.shape), MAX_NBYTES // tensor.itemsize):
             chunks.append(ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size)))
-            stored.append(files.add_tensor(tensor, box))
+            stored.append(self._files.add_tensor(tensor, box))
         properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
         described = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        for name in aliases:
-            metadata.state_dict_metadata[keys[name]] = described
+        for key in keys:
+            self._metadata.state_dict_metadata[key] = described
             for index, (chunk, info) in enumerate(zip(chunks, stored, strict=True)):
-                metadata.storage_data[MetadataIndex(keys[name], chunk.offsets, index)] = info
-    return NewFolder(identity, {}, files.finished(), {_METADATA: pickle.dumps(metadata)}, len(choice.tensors))
+                self._stored[MetadataIndex(key, chunk.offsets, index)] = info
+
+    def files(self) -> list[NewFile]:
+        """The files with the tensors and values."""
+        return self._files.finished()
+
+    def metadata(self) -> bytes:
+        """The file that describes the others."""
+        self._metadata.storage_data = self._stored
+        return pickle.dumps(self._metadata)
 
 
 def _keys(paths: Mapping[str, KeyPath]) -> dict[str, str]:
@@ -88,7 +114,7 @@ def _boxes(box: Box, most: int) -> Iterator[Box]:
         yield from _boxes(Box(start, size), most)
 
 
-def _value(nodes: Mapping[str, Node], name: str) -> object:
+def plain_value(nodes: Mapping[str, Node], name: str) -> object:
     """A value in plain types, which every reader has: named tuples are tuples, and registered types what they are
     encoded as."""
     return values.rebuild(
@@ -109,7 +135,8 @@ def _no_tensor(name: str) -> object:
     raise unfit(name, "is a tensor inside a value", "Leave that value out with select (--select).")
 
 
-def _saved(value: object) -> bytes:
+def saved(value: object) -> bytes:
+    """An archive of ``torch.save``."""
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()

@@ -217,12 +217,13 @@ def _check_fits(given: _Array, numbers: _Array, made: _Array, tensor: ExportTens
 def check_equal(state: StoredState, pairs: Sequence[tuple[ExportTensor, ExportTensor]]) -> None:
     """Refuse a mapping that makes one tensor of several that differ. `pairs` are small tensors that must be equal."""
     for one, other in pairs:
-        if _all_bytes(state, one) != _all_bytes(state, other):
+        if small_bytes(state, one) != small_bytes(state, other):
             text = f"and {other.name} differ, so they cannot become one tensor"
             raise unfit(one.name, text, "Drop them in an earlier rule, or leave them out with select.")
 
 
-def _all_bytes(state: StoredState, tensor: ExportTensor) -> bytes:
+def small_bytes(state: StoredState, tensor: ExportTensor) -> bytes:
+    """The bytes of all elements of a small tensor."""
     out = np.empty(tensor.nbytes, np.uint8)
     segments = [TensorSegment(0, tensor, whole(tensor.shape))]
     ElementSource(state, segments, EdgeBlocks(), lambda _: None).read_into(0, out)

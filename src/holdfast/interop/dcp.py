@@ -107,7 +107,7 @@ def _items(metadata: DcpMetadata) -> chain[Item]:
 
 def _sizes(folder: ForeignFolder, metadata: DcpMetadata, files: Sequence[str]) -> list[int]:
     """The sizes of the data files. Refuses items that are outside their files, or cannot be read."""
-    _check_missing(folder, metadata, files)
+    require_files(folder, metadata, files)
     needed: defaultdict[str, int] = defaultdict(int)
     for item in _items(metadata):
         needed[item.file] = max(needed[item.file], item.start + item.nbytes)
@@ -123,7 +123,8 @@ def _sizes(folder: ForeignFolder, metadata: DcpMetadata, files: Sequence[str]) -
     return sizes
 
 
-def _check_missing(folder: ForeignFolder, metadata: DcpMetadata, files: Sequence[str]) -> None:
+def require_files(folder: ForeignFolder, metadata: DcpMetadata, files: Collection[str]) -> None:
+    """Refuse a folder that lacks some of `files`, and say what is not whole without them."""
     missing = {file for file in files if file not in folder.names}
     if not missing:
         return

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Final
 
-from holdfast.interop.dcp import MAX_METADATA_NBYTES, METADATA, read_metadata, state_of
+from holdfast.interop.dcp import MAX_METADATA_NBYTES, METADATA, read_metadata, require_files, state_of
 from holdfast.interop.dcp_metadata import DcpMetadata, moved
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState
 from holdfast.interop.megatron_folder import COMMON, find_iteration, is_megatron
@@ -35,9 +35,11 @@ class MegatronFormat:
         path = folder.path(found.prefix + METADATA)
         data = storage.read(found.prefix + METADATA, limit=MAX_METADATA_NBYTES)
         metadata = _renamed(read_metadata(path, data), found.prefix)
+        folder = replace(folder, names=tuple(found.prefix + name for name in found.folder.names))
+        require_files(folder, metadata, {item.file for _, item in metadata.values.values()})
         values = MegatronValues(found, metadata)
         return state_of(
-            replace(folder, names=tuple(found.prefix + name for name in found.folder.names)),
+            folder,
             path,
             _without_read_objects(metadata),
             kind=MegatronFormat.kind,

@@ -9,11 +9,13 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from holdfast.checkpoint.stored_state import NO_STEP
 from holdfast.decoding import decode_json
 from holdfast.errors import HoldfastError
 from holdfast.format.names import shown
 from holdfast.interop.dcp import METADATA
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
+from holdfast.store.base import Store
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 COMMON: Final = "common.pt"
@@ -21,7 +23,8 @@ CONFIG: Final = "metadata.json"
 #: The only kind of folder that Megatron-core 0.16 has, and its version.
 BACKEND: Final = "torch_dist"
 BACKEND_VERSION: Final = 1
-_RELEASE: Final = "release"
+#: The folder of a checkpoint without an iteration, and what the tracker file then says.
+RELEASE: Final = "release"
 _ITERATION: Final = re.compile(r"iter_([0-9]{7,18})")
 _LEGACY: Final = re.compile(r"mp_rank_[0-9]{2,}(?:_[0-9]{3,}){0,2}")
 _DATA_SUFFIX: Final = ".distcp"
@@ -50,6 +53,18 @@ class _Config(msgspec.Struct, frozen=True):
 def folder_name(iteration: int) -> str:
     """The name of an iteration's folder."""
     return f"iter_{iteration:07d}"
+
+
+def iteration_name(step: int) -> str:
+    """The name of the folder for the state of a step; that of a release where it has no step."""
+    return RELEASE if step == NO_STEP else folder_name(step)
+
+
+def write_tracker(above: Store, name: str) -> None:
+    """Have the tracker file name the folder `name`, as Megatron does after a save."""
+    iteration = _iteration(name)
+    above.delete(TRACKER)
+    above.create(TRACKER, (RELEASE if iteration is None else str(iteration)).encode())
 
 
 def is_megatron(names: Collection[str]) -> bool:
@@ -93,8 +108,8 @@ def _tracked(folder: ForeignFolder) -> str:
         what = f"has no {TRACKER}, which names the iteration to load"
         raise damaged(folder.location.url, what, action=_others(folder.names))
     text = folder.storage.read(TRACKER, limit=_MAX_CONFIG_NBYTES).decode("utf-8", "replace").strip()
-    if text == _RELEASE:
-        return _RELEASE
+    if text == RELEASE:
+        return RELEASE
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         what = "is empty, so a save was cut off" if not text else f"names no iteration, but {text!r:.100}"
         raise damaged(folder.path(TRACKER), what, action=_others(folder.names))
@@ -102,7 +117,7 @@ def _tracked(folder: ForeignFolder) -> str:
 
 
 def _others(names: Sequence[str]) -> str:
-    found = [name for name in names if _ITERATION.fullmatch(name) or name == _RELEASE]
+    found = [name for name in names if _ITERATION.fullmatch(name) or name == RELEASE]
     return f"Name the folder of one iteration: {', '.join(found[-_SHOWN:])}." if found else ""
 
 

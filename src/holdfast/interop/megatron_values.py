@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Final, NamedTuple
 
 from holdfast.errors import StateError
-from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join
 from holdfast.format.values import Open, Stateful, TableNode
-from holdfast.geometry import whole
 from holdfast.interop.dcp_metadata import DcpMetadata
 from holdfast.interop.foreign_format import damaged
-from holdfast.interop.item_places import Item, TensorItems
+from holdfast.interop.item_places import Item
+from holdfast.interop.megatron_archives import ObjectArchive
 from holdfast.interop.megatron_folder import COMMON, IterationFolder
-from holdfast.interop.megatron_names import BUCKETS, group_name, optimizer_entry
-from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal
+from holdfast.interop.megatron_names import BUCKETS, group_name, optimizer_entry, random_shard
+from holdfast.interop.megatron_random import StoredRandom, random_tree
+from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal, UnknownObject
 from holdfast.interop.pickled_tree import PickledTree, pickled_tree
-from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
+from holdfast.interop.torch_archive import ArchiveError, Windows
 from holdfast.interop.torch_globals import BYTES_FILE, PickledTensor
 
 #: The keys of ``common.pt`` that live objects have, too; all others are entries of `_JOB`.
@@ -29,30 +28,9 @@ _JOB: Final = "megatron"
 _ARGUMENTS: Final = "args"
 #: What a live state leaves out of a parameter group: it depends on the layout, or is an entry of its own.
 _NOT_HYPER: Final = frozenset(("params", "step", "is_expert_parallel"))
+#: The packages whose objects among the arguments are shown as text.
+_NAMED_IN: Final = ("megatron.", "torch.")
 _GATHERED: Final = "param_state"
-_FLOATS: Final[Mapping[str, str]] = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
-
-
-class _Source(NamedTuple):
-    """An opened archive, and the file that it lies in."""
-
-    archive: TorchArchive
-    file: str
-    windows: Windows
-
-    def items(self, tensor: PickledTensor) -> TensorItems:
-        """A tensor of the archive as one part in the file."""
-        nbytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize
-        item = Item(self.file, self.archive.elements_offset(tensor), nbytes, is_bare=True)
-        return TensorItems(tensor.dtype, tensor.shape, [(whole(tensor.shape), item)])
-
-    def number(self, value: object) -> object:
-        """A tensor of one element as a number; anything else as it is."""
-        if not isinstance(value, PickledTensor) or prod(value.shape) != 1 or value.dtype not in _FLOATS:
-            return value
-        form = struct.Struct(_FLOATS[value.dtype])
-        at = self.archive.elements_offset(value)
-        return form.unpack(self.windows.read(self.file, at, form.size))[0]
 
 
 class _PlainOptimizer(NamedTuple):
@@ -60,7 +38,7 @@ class _PlainOptimizer(NamedTuple):
 
     number: int
     state: Mapping[object, object]
-    source: _Source
+    source: ObjectArchive
 
 
 class MegatronValues:
@@ -70,8 +48,11 @@ class MegatronValues:
         self._found = found
         self._windows = Windows(found.folder.storage)
         self.tree = PickledTree()
-        common = self._source(found.prefix + COMMON, 0, None)
-        content = self._content(common)
+        key = found.prefix + COMMON
+        common = self._archive(Item(key, 0, found.folder.storage.nbytes(key) or 0))
+        content = common.content
+        if not isinstance(content, dict):
+            raise damaged(found.folder.path(key), "holds no dict of values")
         #: The iteration, as the job has counted it; None for a folder that does not say it.
         counted = content.get("iteration")
         self.iteration = counted if isinstance(counted, int) and counted >= 0 else found.iteration
@@ -85,37 +66,31 @@ class MegatronValues:
                 self._add(join(_JOB, component(str(key))), _readable(value) if key == _ARGUMENTS else value, common)
         held = content.get(_OPTIMIZER)
         self._add_optimizer([*_in_common(held, common), *self._in_objects(metadata)], metadata)
+        self._add_random(metadata, content.get(_ARGUMENTS))
 
-    def _source(self, file: str, start: int, nbytes: int | None) -> _Source:
-        size = (self._found.folder.storage.nbytes(file) or 0) if nbytes is None else nbytes
-        try:
-            return _Source(TorchArchive(ArchivePlace(self._windows, file, start, size)), file, self._windows)
-        except ArchiveError as error:
-            raise damaged(self._found.folder.path(file), f"is no file of torch.save: {error}") from error
-
-    def _content(self, source: _Source) -> dict[object, object]:
-        path = self._found.folder.path(source.file)
-        try:
-            content = source.archive.value(keep_unknown=True)
-        except (ArchiveError, PickleError) as error:
-            raise damaged(path, f"is malformed: {error}") from error
-        if not isinstance(content, dict):
-            raise damaged(path, "holds no dict of values")
-        return content
+    def _archive(self, item: Item) -> ObjectArchive:
+        return ObjectArchive.open(self._found.folder, self._windows, item)
 
     def _in_objects(self, metadata: DcpMetadata) -> Iterator[_PlainOptimizer]:
         """The optimizers whose values are objects: those of the formats that keep the layout of the save."""
         for name, (_, item) in sorted(metadata.values.items()):
             entry = optimizer_entry(name)
-            if entry not in (_OPTIMIZER, "grad_scaler"):
-                continue
-            source = self._source(item.file, item.start, item.nbytes)
-            try:
-                value = source.archive.value(keep_unknown=True)
-            except (ArchiveError, PickleError) as error:
-                raise damaged(self._found.folder.path(item.file), f"is malformed: {error}") from error
-            for part in unpacked(value):
-                yield _PlainOptimizer(_number_in_chain(name), {entry: part}, source)
+            if entry in (_OPTIMIZER, "grad_scaler"):
+                source = self._archive(item)
+                for part in unpacked(source.content):
+                    yield _PlainOptimizer(_number_in_chain(name), {entry: part}, source)
+
+    def _add_random(self, metadata: DcpMetadata, arguments: object) -> None:
+        """Add the random numbers of all ranks."""
+        stored: list[StoredRandom] = []
+        for name, (_, item) in metadata.values.items():
+            if (shard := random_shard(name)) is not None:
+                source = self._archive(item)
+                stored += [StoredRandom(shard, states, source) for states in unpacked(source.content)]
+        fields = arguments.state if isinstance(arguments, PickledObject) else None
+        found = random_tree(stored, fields if isinstance(fields, dict) else {})
+        self.tree.nodes.update(found.nodes)
+        self.tree.items.update(found.items)
 
     def _add_optimizer(self, optimizers: list[_PlainOptimizer], metadata: DcpMetadata) -> None:
         slots = {tensor.path[1] for tensor in metadata.tensors.values() if tensor.path[0] == _OPTIMIZER}
@@ -126,11 +101,11 @@ class MegatronValues:
             self.tree.nodes[_OPTIMIZER] = PickleError(what)
             return
         self.tree.nodes[_OPTIMIZER] = Open("optimizer")
-        entries = ("state", "param_groups", "group_of", *(slots & {BUCKETS}))
+        entries = ("state", "param_groups", "group_of", *((BUCKETS,) if BUCKETS in slots else ()))
         self.tree.nodes.update((join(_OPTIMIZER, entry), Open("dict")) for entry in entries)
         groups: dict[str, dict[str, object]] = {}
         steps: set[object] = set()
-        scalers: dict[int, tuple[object, _Source]] = {}
+        scalers: dict[int, tuple[object, ObjectArchive]] = {}
         for number, state, source in optimizers:
             inner = state.get(_OPTIMIZER, state)
             for group in _groups(inner):
@@ -148,7 +123,7 @@ class MegatronValues:
         if steps:
             self.tree.nodes.update(pickled_tree(join(_OPTIMIZER, "step"), _one_count(steps)).nodes)
 
-    def _add(self, name: str, value: object, source: _Source) -> None:
+    def _add(self, name: str, value: object, source: ObjectArchive) -> None:
         """Add a value, and the tensors in it. What cannot be read is an error where it is looked up."""
         try:
             found = pickled_tree(name, value)
@@ -172,7 +147,7 @@ def unpacked(value: object) -> Iterator[object]:
             yield item
 
 
-def _in_common(held: object, source: _Source) -> Iterator[_PlainOptimizer]:
+def _in_common(held: object, source: ObjectArchive) -> Iterator[_PlainOptimizer]:
     """The optimizers in ``common.pt``: one, or a chain, by numbers. Those whose values are objects have only the name
     of their format there."""
     if not isinstance(held, dict):
@@ -222,9 +197,10 @@ def _readable_items(value: object) -> object:
 
 
 def _text(value: object) -> object:
+    """An enumeration or a function of Megatron or torch as its text; anything else as it is."""
+    if not isinstance(value, UnknownGlobal | UnknownObject) or not value.name.startswith(_NAMED_IN):
+        return value
+    name = value.name.replace(" ", ".")
     if isinstance(value, UnknownGlobal):
-        return value.name.replace(" ", ".")
-    if isinstance(value, PickledObject):
-        plain = ", ".join(repr(item) for item in value.args if isinstance(item, str | int | float | None))
-        return f"{value.name.replace(' ', '.')}({plain:.200})"
-    return value
+        return name
+    return f"{name}({', '.join(repr(item) for item in value.args if isinstance(item, str | int | float))})"
