@@ -34,7 +34,7 @@ test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 		tests/trainers/test_accelerate_deepspeed.py
 
 test-megatron: $(MEGATRON)/megatron.stamp
-	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py
+	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:

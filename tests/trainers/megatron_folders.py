@@ -28,12 +28,14 @@ with warnings.catch_warnings():
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer.enums import AttnBackend
 
 from tests.support.ranks import run_ranks
 from tests.trainers.megatron_job import Job, Kind, Layout, fill, gather_weights, megatron_job, train
 
+_set_states_of_megatron = DistributedOptimizer._set_main_param_and_optimizer_states
 FULL, BUCKETS = "fully_reshardable", "dp_reshardable"
 TRACKER = "latest_checkpointed_iteration.txt"
 #: For each fixture, the number of ranks, their layout, and the format of the distributed optimizer.
@@ -69,13 +71,25 @@ def save_folder(job: Job, folder: str, iteration: int, sharding: str | None) -> 
 def load_folder(job: Job, folder: str, sharding: str | None) -> None:
     """Load a job from a folder, as Megatron-LM's training does: that of the iteration that the tracker file names."""
     train(job, 1)  # without Transformer Engine, Megatron describes no distributed optimizer before its first step
+    job.scheduler.num_steps = 0
     iteration = int(Path(folder, TRACKER).read_text())
     tree = sharded_tree(job, sharding, is_loading=True)
     loaded = dist_checkpointing.load(tree, f"{folder}/iter_{iteration:07d}", strict="raise_unexpected")
     for number, chunk in enumerate(job.chunks):
         chunk.module.load_state_dict(loaded["model" if len(job.chunks) == 1 else f"model{number}"], strict=False)
-    job.optimizer.load_state_dict(loaded["optimizer"])
+    with patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_states):
+        job.optimizer.load_state_dict(loaded["optimizer"])
+    for optimizer in job.optimizer.chained_optimizers:
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()  # torch's Adam gets one tensor for all weights, and counts in place
     job.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+
+
+def _set_states(optimizer: Any, weight: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """As Megatron's own, which 0.16.1 calls without the count of steps that torch's Adam has beside its moments."""
+    group, place = optimizer.model_param_group_index_map[weight]
+    main = optimizer.optimizer.param_groups[group]["params"][place]
+    _set_states_of_megatron(optimizer, weight, {"step": optimizer.optimizer.state[main]["step"], **tensors})
 
 
 def sharded_tree(job: Job, sharding: str | None, *, is_loading: bool = False) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class BucketLoad:
         ]
         if not all(fits):
             source.refuse(_CODE, path, _SAME)
+            for name in source.stored_below(join(path, BUCKETS)):
+                source.mark(name)
             return
         for name, pieces in self._pieces.items():
             stored = source.stored(name)

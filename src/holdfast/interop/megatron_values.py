@@ -117,7 +117,10 @@ class MegatronValues:
         for name, group in groups.items():
             self._add(join(_OPTIMIZER, "param_groups", component(name)), group, optimizers[0].source)
         for at, (scaler, source) in scalers.items():
-            self._add(join(_OPTIMIZER, "grad_scaler", str(at)), scaler, source)
+            path = join(_OPTIMIZER, "grad_scaler", str(at))
+            self._add(path, scaler, source)
+            if isinstance(scaler, dict) and isinstance(self.tree.nodes[path], Open):
+                self.tree.nodes[path] = TableNode("dict", tuple(component(str(key)) for key in scaler))
         if scalers:
             self.tree.nodes[join(_OPTIMIZER, "grad_scaler")] = Open("dict")
         if steps:

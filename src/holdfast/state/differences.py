@@ -346,6 +346,10 @@ _ACTIONS = {
         "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "
         "out, with select=."
     ),
+    "incompatible.megatron_buckets": (
+        "Load the folder into a job of that layout, on any number of data-parallel ranks, and save it with holdfast, "
+        'which any layout loads; or load the weights alone, with select="model".'
+    ),
     "incompatible.kind": (
         "Put the same kind of object into the live state, or leave it out of the state. A stored dict, such as a "
         "state_dict(), fills a live dict with the same keys and tensors of their shapes: build that before the load. "
