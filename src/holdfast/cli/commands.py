@@ -183,7 +183,9 @@ def export(
     to: Annotated[
         str,
         typer.Option(
-            "--to", metavar="FORMAT", help="hf: safetensors for Hugging Face; peft: an adapter; dcp: PyTorch DCP."
+            "--to",
+            metavar="FORMAT",
+            help="hf: Hugging Face; peft: an adapter; dcp: PyTorch DCP; megatron: Megatron-core.",
         ),
     ],
     select: Annotated[

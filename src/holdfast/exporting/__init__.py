@@ -58,16 +58,17 @@ def export(
     ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``, or ``"megatron"``, a folder with the tracker file and
     one iteration for ``megatron.core.dist_checkpointing.load``.
 
-    Blocking. Call it in one process. Needs no model and no GPU; only ``"dcp"`` needs torch. Reads each stored block
-    once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are durable on
-    return, and the index (``.metadata``) is written last. After an interruption the same call continues, and keeps the
-    files that are finished.
+    Blocking. Call it in one process. Needs no model and no GPU; only ``"dcp"`` and ``"megatron"`` need torch. Reads
+    each stored block once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All
+    files are durable on return, and the index (``.metadata``) is written last. After an interruption the same call
+    continues, and keeps the files that are finished.
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
-    state's only module, ``"peft"`` those of them that an adapter has, and ``"dcp"`` everything, values too. ``"hf"``
-    leaves out the containers that all names lie in, so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and
-    writes a tied tensor once. `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has
-    more than `shard_nbytes` bytes of tensors, unless it is one tensor or an adapter.
+    state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` everything, values too, and
+    ``"megatron"`` everything but random numbers. ``"hf"`` leaves out the containers that all names lie in, so that
+    ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once. `dtype` converts all floating
+    tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless it is one
+    tensor or an adapter.
 
     `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for ``"hf"``; the copied
     ``config.json`` names `dtype`, where that is given. ``"peft"`` needs it: a folder whose ``adapter_config.json`` is

@@ -103,19 +103,21 @@ class MegatronValues:
         self.tree.nodes[_OPTIMIZER] = Open("optimizer")
         entries = ("state", "param_groups", "group_of", *((BUCKETS,) if BUCKETS in slots else ()))
         self.tree.nodes.update((join(_OPTIMIZER, entry), Open("dict")) for entry in entries)
-        groups: dict[str, dict[str, object]] = {}
+        groups: dict[str, object] = {}
         steps: set[object] = set()
         scalers: dict[int, tuple[object, ObjectArchive]] = {}
         for number, state, source in optimizers:
             inner = state.get(_OPTIMIZER, state)
             for group in _groups(inner):
-                groups.setdefault(group_name(group), {k: v for k, v in group.items() if k not in _NOT_HYPER})
+                values = {key: value for key, value in group.items() if key not in _NOT_HYPER}
+                if groups.setdefault(group_name(group), values) != values:
+                    groups[group_name(group)] = PickleError("two groups that nothing tells apart differ")
                 steps |= {source.number(group["step"])} if group.get("step") is not None else set()
             steps |= {source.number(step) for step in _common_step(inner)}
             if "grad_scaler" in state:
                 scalers.setdefault(number, (state["grad_scaler"], source))
-        for name, group in groups.items():
-            self._add(join(_OPTIMIZER, "param_groups", component(name)), group, optimizers[0].source)
+        for name, found in groups.items():
+            self._add(join(_OPTIMIZER, "param_groups", component(name)), found, optimizers[0].source)
         for at, (scaler, source) in scalers.items():
             path = join(_OPTIMIZER, "grad_scaler", str(at))
             self._add(path, scaler, source)

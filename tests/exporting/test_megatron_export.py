@@ -1,0 +1,100 @@
+"""Exports to Megatron: which files there are, and that a folder is read again as it was. `test_megatron_checkpoints`
+loads such folders into Megatron itself."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import HoldfastError
+from tests.support.bound import bits
+
+FIXTURES = Path(__file__).parents[1] / "interop" / "fixtures" / "megatron"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of Megatron, whose optimizer any layout loads."""
+    with tarfile.open(FIXTURES / "full-on-4.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    return tmp_path / "full-on-4"
+
+
+def test_an_export_is_read_as_the_folder_that_it_came_from(tmp_path: Path, folder: Path) -> None:
+    report = holdfast.export(folder, tmp_path / "new", "megatron")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000001", TRACKER]
+    files = sorted(path.name for path in (tmp_path / "new" / "iter_0000001").iterdir())
+    assert files == [".metadata", *report.files, "common.pt", "metadata.json"]
+    assert (tmp_path / "new" / TRACKER).read_text() == "1"
+    config = json.loads((tmp_path / "new" / "iter_0000001" / "metadata.json").read_text())
+    assert config == json.loads((folder / "iter_0000001" / "metadata.json").read_text())
+    old, new = holdfast.open(folder), holdfast.open(tmp_path / "new")
+    names = [name for name in old.names() if "random" not in name]
+    assert names == new.names()
+    assert [name for name in names if bits(old[name][...]) != bits(new[name][...])] == []
+    before: Any = old.tree()
+    after: Any = new.tree()
+    assert {key: after["optimizer"][key] for key in ("step", "param_groups")} == {
+        key: before["optimizer"][key] for key in ("step", "param_groups")
+    }
+    assert after["scheduler"] == before["scheduler"]
+    assert new.step == 1
+
+
+def test_entries_of_the_user_stand_beside_those_of_megatron(tmp_path: Path) -> None:
+    state = {"model": {"decoder.weight": torch.arange(6.0).view(2, 3)}, "progress": {"tokens": 7, "seen": [1, 2]}}
+    holdfast.save(tmp_path / "run", state, 1234567)
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    common = torch.load(tmp_path / "new" / "iter_1234567" / "common.pt", weights_only=True)
+    assert common["progress"] == {"tokens": 7, "seen": [1, 2]}
+    assert common["iteration"] == 1234567
+    assert "optimizer" not in common
+    found = holdfast.open(tmp_path / "new")["model/decoder.weight"][...]
+    assert torch.equal(found, state["model"]["decoder.weight"])  # type: ignore[index]
+
+
+def test_a_second_iteration_moves_the_tracker_and_a_second_export_of_one_is_refused(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save(tmp_path / f"run-{step}", {"model": {"weight": torch.full((2,), float(step))}}, step)
+        holdfast.export(tmp_path / f"run-{step}", tmp_path / "new", "megatron")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000001", "iter_0000002", TRACKER]
+    assert holdfast.open(tmp_path / "new")["model/weight"][...].tolist() == [2.0, 2.0]
+    with pytest.raises(HoldfastError, match="is not empty") as caught:
+        holdfast.export(tmp_path / "run-1", tmp_path / "new", "megatron")
+    assert caught.value.code == "config.destination"
+    assert (tmp_path / "new" / TRACKER).read_text() == "2"
+
+
+def test_a_state_without_a_step_is_a_release(tmp_path: Path) -> None:
+    torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "weights.pt")
+    holdfast.export(tmp_path / "weights.pt", tmp_path / "new", "megatron")
+    assert (tmp_path / "new" / TRACKER).read_text() == "release"
+    assert holdfast.open(tmp_path / "new").names() == ["model/weight"]
+
+
+def test_what_megatron_has_no_key_for_is_refused_and_can_be_left_out(tmp_path: Path) -> None:
+    state = {"model": {"weight": torch.ones(2)}, "ema": {"weight": torch.zeros(2)}}
+    holdfast.save(tmp_path / "run", state, 1)
+    with pytest.raises(HoldfastError, match="ema/weight has no key in Megatron") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert caught.value.code == "incompatible.export"
+    assert not (tmp_path / "new").exists()
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron", select="model")
+    assert holdfast.open(tmp_path / "new").names() == ["model/weight"]
+
+
+def test_buckets_of_a_layout_are_no_export(tmp_path: Path) -> None:
+    with tarfile.open(FIXTURES / "buckets-on-4.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    with pytest.raises(HoldfastError, match="is a bucket of the job that saved it"):
+        holdfast.export(tmp_path / "buckets-on-4", tmp_path / "new", "megatron")
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+    holdfast.export(tmp_path / "buckets-on-4", tmp_path / "new", "megatron", select="model")
