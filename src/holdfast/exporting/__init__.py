@@ -19,7 +19,7 @@ from holdfast.exporting.new_folder import NewFolder, write_folder
 from holdfast.exporting.peft_folder import peft_folder
 from holdfast.format.patterns import Globs
 from holdfast.interop.formats import find_state
-from holdfast.interop.megatron_folder import iteration_name, write_tracker
+from holdfast.interop.megatron_iterations import iteration_name, write_tracker
 from holdfast.mapping import Cast, Rule
 from holdfast.mapping.parts import is_floating
 from holdfast.mapping.rules import checked_rules

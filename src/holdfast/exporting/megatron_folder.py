@@ -24,7 +24,7 @@ from holdfast.exporting.element_source import small_bytes
 from holdfast.exporting.new_folder import NewFolder
 from holdfast.format.names import component, join, split
 from holdfast.format.values import Node
-from holdfast.interop.megatron_folder import BACKEND, BACKEND_VERSION, COMMON, CONFIG
+from holdfast.interop.megatron_iterations import BACKEND, BACKEND_VERSION, COMMON, CONFIG
 from holdfast.interop.megatron_names import BUCKETS, MASTER, MASTERS
 
 _MODEL: Final = "model"

@@ -16,7 +16,7 @@ from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.deepspeed import DeepSpeedFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
 from holdfast.interop.hugging_face import HuggingFaceFormat
-from holdfast.interop.megatron import MegatronFormat
+from holdfast.interop.megatron_format import MegatronFormat
 from holdfast.interop.peft_adapters import PeftFormat
 from holdfast.interop.torch_checkpointing import TorchCheckpointingFormat
 from holdfast.interop.torch_files import TorchFileFormat

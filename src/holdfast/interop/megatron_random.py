@@ -34,7 +34,7 @@ class StoredRandom(NamedTuple):
     source: ObjectArchive
 
 
-class _RankLayout(NamedTuple):
+class _ShardOwners(NamedTuple):
     """Which ranks a shard belongs to: the number of ranks, and how they are counted."""
 
     world_size: int
@@ -66,7 +66,7 @@ def random_tree(stored: Iterable[StoredRandom], arguments: Mapping[str, object])
         return PickledTree(nodes=dict.fromkeys((_RANDOM, _TRACKER), PickleError(f"random numbers: {reason}")))
 
 
-def _layout(shard: RandomShard, arguments: Mapping[str, object]) -> _RankLayout:
+def _layout(shard: RandomShard, arguments: Mapping[str, object]) -> _ShardOwners:
     """The layout of the job. One without arguments is taken for one without data parallelism."""
     least = shard.stages * shard.columns
     given, context = arguments.get("world_size"), arguments.get("context_parallel_size")
@@ -78,10 +78,10 @@ def _layout(shard: RandomShard, arguments: Mapping[str, object]) -> _RankLayout:
         in_stage = shard.columns * (context if type(context) is int and context > 0 else 1)
         if world_size % (in_stage * shard.stages):
             raise PickleError("their ranks make up no layout")
-    return _RankLayout(world_size, shard.stages, shard.columns, in_stage)
+    return _ShardOwners(world_size, shard.stages, shard.columns, in_stage)
 
 
-def _tree(held: Mapping[tuple[int, int], StoredRandom], layout: _RankLayout) -> PickledTree:
+def _tree(held: Mapping[tuple[int, int], StoredRandom], layout: _ShardOwners) -> PickledTree:
     read = {place: list(_states(each)) for place, each in held.items()}
     general: dict[int, object] = {}
     tracked: dict[int, dict[str, object]] = {}

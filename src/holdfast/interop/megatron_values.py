@@ -13,7 +13,7 @@ from holdfast.interop.dcp_metadata import DcpMetadata
 from holdfast.interop.foreign_format import damaged
 from holdfast.interop.item_places import Item
 from holdfast.interop.megatron_archives import ObjectArchive
-from holdfast.interop.megatron_folder import COMMON, IterationFolder
+from holdfast.interop.megatron_iterations import COMMON, IterationFolder
 from holdfast.interop.megatron_names import BUCKETS, group_name, optimizer_entry, random_shard
 from holdfast.interop.megatron_random import StoredRandom, random_tree
 from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal, UnknownObject
@@ -33,7 +33,7 @@ _NAMED_IN: Final = ("megatron.", "torch.")
 _GATHERED: Final = "param_state"
 
 
-class _PlainOptimizer(NamedTuple):
+class _OptimizerValues(NamedTuple):
     """The state of one optimizer of a chain, and where it was read."""
 
     number: int
@@ -71,14 +71,14 @@ class MegatronValues:
     def _archive(self, item: Item) -> ObjectArchive:
         return ObjectArchive.open(self._found.folder, self._windows, item)
 
-    def _in_objects(self, metadata: DcpMetadata) -> Iterator[_PlainOptimizer]:
+    def _in_objects(self, metadata: DcpMetadata) -> Iterator[_OptimizerValues]:
         """The optimizers whose values are objects: those of the formats that keep the layout of the save."""
         for name, (_, item) in sorted(metadata.values.items()):
             entry = optimizer_entry(name)
             if entry in (_OPTIMIZER, "grad_scaler"):
                 source = self._archive(item)
                 for part in unpacked(source.content):
-                    yield _PlainOptimizer(_number_in_chain(name), {entry: part}, source)
+                    yield _OptimizerValues(_number_in_chain(name), {entry: part}, source)
 
     def _add_random(self, metadata: DcpMetadata, arguments: object) -> None:
         """Add the random numbers of all ranks."""
@@ -92,7 +92,7 @@ class MegatronValues:
         self.tree.nodes.update(found.nodes)
         self.tree.items.update(found.items)
 
-    def _add_optimizer(self, optimizers: list[_PlainOptimizer], metadata: DcpMetadata) -> None:
+    def _add_optimizer(self, optimizers: list[_OptimizerValues], metadata: DcpMetadata) -> None:
         slots = {tensor.path[1] for tensor in metadata.tensors.values() if tensor.path[0] == _OPTIMIZER}
         if not optimizers and not slots:
             return
@@ -152,7 +152,7 @@ def unpacked(value: object) -> Iterator[object]:
             yield item
 
 
-def _in_common(held: object, source: ObjectArchive) -> Iterator[_PlainOptimizer]:
+def _in_common(held: object, source: ObjectArchive) -> Iterator[_OptimizerValues]:
     """The optimizers in ``common.pt``: one, or a chain, by numbers. Those whose values are objects have only the name
     of their format there."""
     if not isinstance(held, dict):
@@ -160,7 +160,7 @@ def _in_common(held: object, source: ObjectArchive) -> Iterator[_PlainOptimizer]
     chained = held.items() if held and all(type(key) is int for key in held) else [(0, held)]
     for number, state in chained:
         if isinstance(state, dict) and (_OPTIMIZER in state or "param_groups" in state):
-            yield _PlainOptimizer(number, state, source)
+            yield _OptimizerValues(number, state, source)
 
 
 def _number_in_chain(name: str) -> int:

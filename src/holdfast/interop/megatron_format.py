@@ -14,7 +14,7 @@ from typing import Final
 from holdfast.interop.dcp import MAX_METADATA_NBYTES, METADATA, read_metadata, require_files, state_of
 from holdfast.interop.dcp_metadata import DcpMetadata, moved
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState
-from holdfast.interop.megatron_folder import COMMON, find_iteration, is_megatron
+from holdfast.interop.megatron_iterations import COMMON, find_iteration, is_megatron
 from holdfast.interop.megatron_names import MASTERS, optimizer_entry, random_shard, tensor_path
 from holdfast.interop.megatron_values import MegatronValues, unpacked
 
