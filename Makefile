@@ -1,5 +1,5 @@
-# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed and
-# Megatron-core have one each of their own, in .venv-deepspeed and .venv-megatron.
+# Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed,
+# Megatron-core and Ray have one each of their own, in .venv-deepspeed, .venv-megatron and .venv-ray.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -9,9 +9,10 @@
 VENV := .venv
 DEEPSPEED := .venv-deepspeed
 MEGATRON := .venv-megatron
+RAY := .venv-ray
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-ray test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -36,6 +37,9 @@ test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 test-megatron: $(MEGATRON)/megatron.stamp
 	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py
 
+test-ray: $(RAY)/ray.stamp
+	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py
+
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
 	PYTHONPATH=src python -m pytest -q -m gpu tests/snapshot/test_gpu.py
@@ -58,7 +62,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON)
+	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
@@ -72,6 +76,11 @@ $(DEEPSPEED)/deepspeed.stamp: tools/install pyproject.toml constraints/core.txt 
 $(MEGATRON)/megatron.stamp: tools/install pyproject.toml constraints/core.txt constraints/megatron.txt
 	@VENV=$(MEGATRON) tools/install torch
 	@VENV=$(MEGATRON) tools/install megatron
+	@touch $@
+
+$(RAY)/ray.stamp: tools/install pyproject.toml constraints/core.txt constraints/ray.txt
+	@VENV=$(RAY) tools/install torch
+	@VENV=$(RAY) tools/install ray
 	@touch $@
 
 $(VENV)/%.stamp: tools/install

@@ -1,7 +1,9 @@
-"""Tests of Megatron are collected where it is installed: in the environment of ``make test-megatron``."""
+"""Tests of Megatron and Ray are collected where these are installed: in environments of their own."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("megatron") else ["test_megatron_checkpoints.py", "test_megatron_jobs.py"]
+_FILES = {"megatron": ["test_megatron_checkpoints.py", "test_megatron_jobs.py"], "ray": ["test_ray_train.py"]}
+
+collect_ignore = [file for package, files in _FILES.items() if not find_spec(package) for file in files]
