@@ -28,6 +28,7 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.support.models import start_new_job
+from tests.support.nursery import run_script
 from tests.support.ranks import run_ranks
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -255,7 +256,7 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "data": 3,
         "deepspeed": 1,
         "loading": 3,
-        "policies": 2,
+        "policies": 3,
         "publishing": 1,
         "retention": 1,
     }
@@ -315,7 +316,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 
 def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Names) -> None:
-    notice, evaluation = snippets("policies")
+    notice, evaluation, _ = snippets("policies")
     with HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         names: Names = {"holdfast": holdfast, "urllib": urllib}
@@ -338,3 +339,33 @@ def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Nam
         server.shutdown()
     assert len(seen) < 10_000
     assert own.exit_code == 75
+
+
+TORCHRUN_STOPS_IT = """
+import os, signal, sys
+from pathlib import Path
+import holdfast
+
+class Slow(type(Path())):
+    def touch(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun, when another rank has ended
+        super().touch()
+
+def train(step):
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.chdir(sys.argv[2])
+names = {"holdfast": holdfast, "policy": holdfast.OnPreemption(), "state": {"n": 1}, "sys": sys, "Path": Slow}
+exec(sys.argv[1], names | {"num_steps": 9, "train": train, "rank": 0})
+"""
+
+
+def test_the_file_that_asks_for_a_requeue_is_written_although_torchrun_stops_slower_ranks(
+    tmp_path: Path,
+) -> None:
+    *_, code = snippets("policies")
+    code = code.replace("save=policy", "memory=None, save=policy")
+    ended = run_script(TORCHRUN_STOPS_IT, code, str(tmp_path))
+    assert ended.status == 75, ended.err
+    assert (tmp_path / "preempted").exists()
