@@ -56,7 +56,7 @@ from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
-from holdfast.saving import numbers_of, run_location, whole
+from holdfast.saving import checked_metrics, numbers_of, run_location, whole
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.store.base import Location
@@ -196,7 +196,7 @@ class Checkpointer:
             raise no_memory(self._run.url)
         self._find_run()
         handle = Handle(whole(step), memory_only=memory_only)
-        self._pruning.note_metrics(metrics or (), self._group)
+        self._pruning.note_metrics(checked_metrics(metrics), self._group)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
         heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
@@ -344,7 +344,7 @@ class Checkpointer:
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
         self._observers.step_ends(step)
-        self._pruning.note_metrics(metrics or (), self._group)
+        self._pruning.note_metrics(checked_metrics(metrics), self._group)
         try:
             due = loop.due(step, metrics)
             self._observers.note_choice(loop.choice)
