@@ -90,8 +90,8 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
         tiles.append((duration(median(durable)), "until a save is durable (median)"))
     steps = step_figures(picture.job.steps)
     if steps is not None:
-        during = f"step time while a save is under way (median of {count(steps.num_saving, 'step')})"
-        tiles.append((f"{100 * steps.slowdown:+.1f} %", during))
+        during = f"longer step time while a save is under way ({count(steps.num_saving, 'step')})"
+        tiles.append((steps.slowdown_text, during))
     if to_storage:
         tiles.append((f"{_num_lost(to_storage):,} of {len(to_storage):,}", "saves failed or were skipped"))
     if alone:
