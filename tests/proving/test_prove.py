@@ -124,18 +124,21 @@ def test_the_log_that_the_error_about_a_silent_script_names_is_still_there(scrip
     assert [each.name for each in folder.iterdir()] == ["undisturbed.log"]
 
 
-@pytest.mark.parametrize(("error", "left"), [(ConfigurationError, ["killed.log"]), (KeyboardInterrupt, [])])
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(ConfigurationError("it fails.", code="config.script", action="See."), ["killed.log"]), (KeyboardInterrupt(), [])],
+)
 @pytest.mark.usefixtures("script")
 def test_the_logs_of_a_proof_stay_only_where_an_error_names_one(
-    tmp_path: Path, error: type[BaseException], left: list[str]
+    tmp_path: Path, error: BaseException, left: list[str]
 ) -> None:
     def fail() -> None:
         with _temporary_folder() as folder:
             (folder / "killed").mkdir()
             (folder / "killed.log").touch()
-            raise error("it fails.", code="config.script", action="See.") if left else error
+            raise error
 
-    with pytest.raises(error):
+    with pytest.raises(type(error)):
         fail()
     assert [each.name for each in tmp_path.glob("holdfast-proof-*/*")] == left
 
