@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -51,6 +52,8 @@ class Loop:
     ) -> None:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
         self._key = (os.getpid(), run)
+        if self._key in _loops:
+            gc.collect()  # the other one may belong to a Checkpointer that nobody can close, because it was dropped
         if self._key in _loops:
             raise _second_loop(run)
         self._group = group
