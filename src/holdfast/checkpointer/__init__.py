@@ -154,6 +154,8 @@ class Checkpointer:
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._was_preempted = False
+        #: Time after the end for which signals do nothing.
+        self._ignores_s = 0.0
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
         self._own_resume = OwnResume(lambda: self._run, max_resumes)
@@ -365,8 +367,8 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
         changes in `step`, on all ranks in the same one, whose state is being saved; or in `interruptible`, which it
-        broke off: the next `step` then saves."""
-        return self._was_preempted or (self._loop is not None and self._loop.preemption.has_ended)
+        broke off: the next `step` then saves. After the last step of `steps`, nothing is left, and it stays False."""
+        return self._was_preempted or (self._loop is not None and self._loop.is_preempted)
 
     @property
     def exit_code(self) -> int:
@@ -519,13 +521,14 @@ class Checkpointer:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
-            self._was_preempted = self._loop.preemption.has_ended
+            self._was_preempted = self._loop.is_preempted
+            self._ignores_s = LEAVING_SIGNALS_S if self._loop.preemption.has_ended else 0.0
             self._loop.close()
             self._loop = None
 
     def _forget_signals(self) -> None:
         for note in self._signals.values():
-            note.remove(ignores_s=LEAVING_SIGNALS_S if self._was_preempted else 0.0)
+            note.remove(ignores_s=self._ignores_s)
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""

@@ -85,6 +85,7 @@ class Loop:
         self._part = 0
         #: The reason why all ranks have broken off an evaluation; the next step ends the loop.
         self._broken_off: str | None = None
+        self._has_broken_off = False
         self._wish: Wish | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
@@ -164,6 +165,14 @@ class Loop:
         has to end, because the last one may not be saved."""
         return self.preemption.has_ended and self._broken_off is None
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the loop ends for a preemption, and something is left to do. After a save of the last one of its
+        steps, nothing is, but for an evaluation that was broken off."""
+        last = self._schedule.last
+        is_done = last is not None and self._next is not None and self._next > last and not self._has_broken_off
+        return self.preemption.is_given_up or (self.preemption.is_agreed and not is_done)
+
     def begin_evaluation(self) -> None:
         """An evaluation begins. Its parts have the same numbers on all ranks, whatever earlier ones had."""
         self._part = (self._part // _MAX_PARTS + 1) * _MAX_PARTS
@@ -188,6 +197,7 @@ class Loop:
             self._broken_off = reason if granted else None
         if self._broken_off is None:
             return False
+        self._has_broken_off = True
         self.preemption.agree(age_s=age_s)
         return True
 
