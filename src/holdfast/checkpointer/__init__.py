@@ -31,6 +31,7 @@ from holdfast.checkpointer.first_save import check_loaded
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
+from holdfast.checkpointer.loop_rules import suspect
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
@@ -40,7 +41,7 @@ from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
-from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, without_memory
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, no_policy, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
@@ -316,15 +317,16 @@ class Checkpointer:
         the first one ended. Each step must end with a call of `step`. The last one is followed by a save, whatever the
         policy says. On a preemption (`OnPreemption`) it ends early, on all ranks after the same step.
 
-        Raises what `restore` and `step` raise, and `ConfigurationError`, code ``config.step_order``, if `step` was
-        called before anything was restored.
+        Raises what `restore` and `step` raise, and `ConfigurationError`: ``config.step_order``, if `step` was called
+        before anything was restored; ``config.unlike_loops``, if the ranks have other totals or intervals.
         """
         total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
         loop = self._policy_loop("steps")
         if self._restored is None:
             loop.check_restorable()
-            loaded = loaded_before(self._run, self._state, group=self._group, timeout_s=self._timeout_s)
-            self._restored = loaded or self.restore()
+        rules, limit_s = loop.rules(total), self._limit_s
+        known = loaded_before(self._run, self._state, self._restored, rules, group=self._group, timeout_s=limit_s)
+        self._restored = known or self.restore()
         step = loop.begin(self._restored.next_step, last=total - 1)
         while step < total and not loop.is_over:
             yield step
@@ -341,7 +343,8 @@ class Checkpointer:
         Raises what `save` raises, and `ConfigurationError`: ``config.no_policy``: the option `save` is missing;
         ``config.step_order``: steps do not follow each other, or do not follow the restored checkpoint;
         ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run;
-        ``config.unloaded_history``, at the first step: the run has checkpoints, and this job has restored none.
+        ``config.unloaded_history``, at the first step: the run has checkpoints, and this job has restored none;
+        ``config.unlike_loops``, at the first step where nothing was restored: the ranks have other intervals of steps.
         """
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
@@ -357,6 +360,7 @@ class Checkpointer:
             return self.save(step, metrics=metrics, memory_only=due.memory_only)
         except DeadlineError as error:
             if error.code != "timeout.preempted" and loop.preemption.left_s >= self._timeout_s:
+                suspect(error)
                 raise
             _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
             return None
@@ -501,15 +505,10 @@ class Checkpointer:
             refuse_nested(f"Checkpointer.{verb}")
             self._require_open(verb)
             if self._policy is None:
-                raise ConfigurationError(
-                    f"{verb}() was called on a Checkpointer without a policy, so it does not know when to save.",
-                    code="config.no_policy",
-                    action="Give the Checkpointer a policy, such as save=holdfast.EverySteps(1000), or call save().",
-                    path=self._run.url,
-                )
+                raise no_policy(verb, self._run.url)
             self._find_run()
             if verb == "step" and self._restored is None and not self._takeover:
-                check_loaded(self._run, group=self._group, timeout_s=self._timeout_s)
+                check_loaded(self._run, self._policy, group=self._group, timeout_s=self._timeout_s)
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
             self._loop.preemption.patience_s = self._timeout_s

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.auto_trigger import AutoTrigger
 from holdfast.checkpointer.events import SaveEvent
+from holdfast.checkpointer.loop_rules import LoopRules
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
@@ -60,6 +61,7 @@ class Loop:
         member = member_of(group)
         self._is_first_rank = is_first_rank = member is None or member.rank == 0
         policies = tuple(policy.parts())
+        self._policy = policy
         self._schedule = StepSchedule(policies)
         self._triggers: list[Trigger] = []
         now_s = time.monotonic()
@@ -97,6 +99,10 @@ class Loop:
     def choice(self) -> Choice | None:
         """The present choice of the policy `Auto`; None before the first one, and on ranks that do not choose."""
         return self._autos[0].choice if self._autos else None
+
+    def rules(self, total: int) -> LoopRules:
+        """The rules of a loop of `total` steps, which all ranks must have alike."""
+        return LoopRules.of(self._policy, total)
 
     def expect(self, step: int) -> None:
         """The state was restored: the next step that ends has to be `step`."""
