@@ -451,11 +451,13 @@ def prune(
     run: RunArgument,
     *,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N checkpoints.")
+        list[int] | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N checkpoints.")
     ] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", metavar="N", min=1, help="Keep checkpoints whose step is a multiple of N."),
+        list[int] | None,
+        typer.Option(
+            "--keep-every", metavar="N", min=1, help="Keep checkpoints whose step is a multiple of N; may be repeated."
+        ),
     ] = None,
     keep_best: Annotated[
         list[str] | None,
@@ -466,8 +468,9 @@ def prune(
         ),
     ] = None,
     keep_for: Annotated[
-        str, typer.Option("--keep-for", metavar="TIME", help="Keep checkpoints that are younger, such as 12h or 7d.")
-    ] = "",
+        list[str] | None,
+        typer.Option("--keep-for", metavar="TIME", help="Keep checkpoints that are younger, such as 12h or 7d."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Delete nothing; only say what would go, and why.")
     ] = False,
@@ -477,7 +480,7 @@ def prune(
     """Delete the checkpoints that no given policy keeps. Never the head, nor what is pinned or needed; asks first."""
     from holdfast.cli.prune import KeepOptions, prune
 
-    options = KeepOptions(keep_last, keep_every, keep_best or (), keep_for)
+    options = KeepOptions(keep_last or (), keep_every or (), keep_best or (), keep_for or ())
     if not prune(run, options, dry_run=dry_run, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)
 
