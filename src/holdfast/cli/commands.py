@@ -216,6 +216,13 @@ def export(
 @app.command()
 def advise(
     *,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="RUN", help="Take from the recorded events of this run what you do not give yourself."
+        ),
+    ] = "",
+    events: EventsOption = "",
     durable: Annotated[
         str,
         typer.Option(
@@ -224,7 +231,7 @@ def advise(
             help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
             "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
         ),
-    ],
+    ] = "",
     peers: Annotated[
         str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
     ] = "",
@@ -280,6 +287,8 @@ def advise(
         in_flight=in_flight,
         size=size,
         cost_per_hour=cost_per_hour,
+        run=run,
+        events=events,
     )
     advice(given, as_json=as_json)
 
