@@ -139,6 +139,32 @@ def test_a_fork_goes_on_at_the_step_after_the_checkpoint(job: Names) -> None:
     assert [row.step for row in holdfast.ls("runs/gpt")] == [7, 5]
 
 
+def test_a_warm_start_with_the_model_alone_happens_once(job: Names) -> None:
+    weight = torch.rand(2, 2)
+    model = job["model"]
+    assert isinstance(model, nn.Linear)
+    (code,) = (code for code in snippets("checkpointer") if "runs/fine" in code)
+    trained: list[tuple[int, bool]] = []
+
+    def train(step: int) -> None:
+        trained.append((step, bool((model.weight == weight).all())))
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    for num_steps in (2, 3):  # a job, and its restart
+        start_new_job()
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        if num_steps == 2:
+            holdfast.save("runs/gpt", {"model": model, "optimizer": job["optimizer"]}, 5, takeover=True)
+            torch.nn.init.zeros_(model.weight)
+            start_new_job()
+        own = code.replace("save=holdfast", "memory=None, save=holdfast")
+        exec(own, job | {"num_steps": num_steps, "train": train})
+    assert trained == [(0, True), (1, False), (2, False)]
+    assert torch.equal(model.weight, weight + 1 + 1 + 1)
+
+
 def test_a_signal_in_the_middle_of_a_step_leads_to_a_save_at_its_end(job: Names) -> None:
     def train(step: int) -> None:
         if step == 3:
@@ -252,7 +278,7 @@ def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) ->
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
     run = {
         "ddp": 2,
-        "checkpointer": 6,
+        "checkpointer": 7,
         "data": 3,
         "deepspeed": 1,
         "loading": 3,

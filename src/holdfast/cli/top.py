@@ -107,7 +107,8 @@ def _now(job: JobEvents, saves: Sequence[JobSave], committed: Collection[str]) -
 
 def _table(saves: Sequence[JobSave], committed: Collection[str]) -> Listing:
     made = Listing(
-        "step", "place", "size", "blocked", "durable", "outcome", right=("step", "size", "blocked", "durable")
+        *("step", "place", "size", "blocked", "durable after", "outcome"),
+        right=("step", "size", "blocked", "durable after"),
     )
     for save in reversed([save for save in saves if not save.memory_only][-_NUM_SAVES:]):
         durable = "" if save.durable_s is None else duration(save.durable_s)

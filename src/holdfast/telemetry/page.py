@@ -157,7 +157,7 @@ def _timelines(saves: Sequence[JobSave]) -> list[str]:
 def _times(saves: Sequence[JobSave]) -> list[str]:
     durable = [(float(save.step), save.durable_s) for save in saves if save.durable_s is not None]
     alone = [save for save in saves if save.memory_only]
-    kinds = ("to storage", [save for save in saves if not save.memory_only]), ("to memory alone", alone)
+    kinds = ("durable save", [save for save in saves if not save.memory_only]), ("memory alone", alone)
     blocked = [
         Curve(name, [(float(save.step), save.blocked_s) for save in kind], number)
         for number, (name, kind) in enumerate(kinds)
