@@ -192,6 +192,7 @@ def test_a_signal_in_the_very_last_step_leaves_nothing_to_put_back_into_the_queu
         assert own.preempted is (code == 75)
     assert own.exit_code == code
     assert committed(run) == [signalled_in]
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "another signal would end the process"
 
 
 class TestEvaluation:

@@ -155,8 +155,7 @@ class Checkpointer:
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._was_preempted = False
-        #: Time after the end for which signals do nothing.
-        self._ignores_s = 0.0
+        self._ignores_s = 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
         self._own_resume = OwnResume(lambda: self._run, max_resumes)
@@ -324,9 +323,8 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         if self._restored is None:
             loop.check_restorable()
-        rules, limit_s = loop.rules(total), self._limit_s
-        known = loaded_before(self._run, self._state, self._restored, rules, group=self._group, timeout_s=limit_s)
-        self._restored = known or self.restore()
+        where, rules = (self._run, self._state, self._restored), loop.rules(total)
+        self._restored = loaded_before(*where, rules, group=self._group, timeout_s=self._limit_s) or self.restore()
         step = loop.begin(self._restored.next_step, last=total - 1)
         while step < total and not loop.is_over:
             yield step
