@@ -134,3 +134,23 @@ def test_piecewise_says_what_a_piece_is() -> None:
 @pytest.mark.parametrize("metrics", [3, 0, "", [1]])
 def test_metrics_that_are_no_dict_are_refused(tmp_path: Path, metrics: object) -> None:
     assert "metrics must be a dict" in refusal(holdfast.save, tmp_path / "run", state(), 1, metrics=metrics)
+
+
+@pytest.mark.parametrize("metrics", [0.5, 0, ["loss"]])
+@pytest.mark.parametrize("save", [holdfast.EverySteps(9), holdfast.OnMetric("loss")], ids=repr)
+def test_a_step_with_metrics_that_are_no_dict_says_so_whatever_the_policy(
+    tmp_path: Path, save: holdfast.SavePolicy, metrics: object
+) -> None:
+    """With `OnMetric` it was an AttributeError of a float."""
+    with holdfast.Checkpointer(tmp_path, state(), memory=None, save=save, keep=holdfast.KeepBest("loss")) as own:
+        assert "metrics must be a dict" in refusal(own.step, 0, metrics=metrics)
+        assert "metrics must be a dict" in refusal(own.save, 0, metrics=metrics)
+
+
+def test_a_metric_that_is_a_text_is_told_to_be_no_number(tmp_path: Path) -> None:
+    """The error was "a metric must be a string with a number, not 'loss': '0.5'"."""
+    said = {refusal(holdfast.save, tmp_path / "run", state(), 1, metrics={"loss": "0.5"})}
+    with holdfast.Checkpointer(tmp_path / "loop", state(), memory=None, save=holdfast.OnMetric("loss")) as own:
+        said.add(refusal(own.step, 0, metrics={"loss": "0.5"}))
+    assert said == {"metric 'loss' must be a number, not a str: '0.5'"}
+    assert "a metric must be a string, not an int" in refusal(holdfast.save, tmp_path, state(), 1, metrics={1: 0.5})

@@ -141,6 +141,7 @@ class TestMemory:
             driver.end(SaveHeld(33, 100))
             begun_s = driver.now_s
             driver.steps(1)
+        assert "step 33 is being saved to memory alone: Auto measures such a save" in caplog.text
         choice = driver.trigger.choice
         assert choice is not None
         # sqrt(2 * 0.1 s * 3600 s / 0.23), and sqrt(2 * 8 s * 3600 s / 0.77)

@@ -151,3 +151,24 @@ def test_a_restore_of_another_state_names_the_call_that_has_the_options(tmp_path
     with pytest.raises(holdfast.IncompatibleError) as caught:
         holdfast.load(run, {**state(), "extra": 1})
     assert "continues=True" not in caught.value.action
+
+
+def restored_with_a_loader(run: str) -> str:
+    own = {**state(), "loader": holdfast.PerRank({"position": dist.get_rank()})}
+    if dist.get_world_size() == 2:
+        holdfast.save(run, own, 1)
+        return ""
+    with pytest.raises(holdfast.IncompatibleError) as caught:
+        Checkpointer(run, own, memory=None).restore()
+    assert caught.value.code == "incompatible.per_rank"
+    return caught.value.action
+
+
+def test_the_advice_about_what_belongs_to_each_rank_names_no_options_of_a_load(tmp_path: Path) -> None:
+    """It ended with "holdfast.load(..., continues=True) has these options", which on_resize is none of."""
+    run = os.fspath(tmp_path / "run")
+    run_ranks(2, restored_with_a_loader, run)
+    (action,) = set(run_ranks(3, restored_with_a_loader, run))
+    assert "holdfast.load" not in action
+    assert "on_resize=" in action
+    assert "GlobalOrder" in action

@@ -178,6 +178,23 @@ def test_a_signal_that_comes_while_a_preempted_job_leaves_does_not_change_its_ex
     assert run_script(SCRIPT, run, "told again", "later").status == -signal.SIGUSR1
 
 
+@pytest.mark.parametrize(("signalled_in", "code"), [(4, 0), (3, 75)])
+def test_a_signal_in_the_very_last_step_leaves_nothing_to_put_back_into_the_queue(
+    run: str, state: dict[str, object], signalled_in: int, code: int
+) -> None:
+    with Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGUSR1,), deadline_s=60.0)) as own:
+        for step in own.steps(5):
+            if step == signalled_in:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            own.step(step)
+        assert own._loop is not None
+        assert own._loop.preemption.left_s <= 60.0  # the end waits no longer than the machine exists
+        assert own.preempted is (code == 75)
+    assert own.exit_code == code
+    assert committed(run) == [signalled_in]
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "another signal would end the process"
+
+
 class TestEvaluation:
     def test_a_signal_breaks_it_off_and_the_step_is_saved(self, run: str, state: dict[str, object]) -> None:
         parts = []

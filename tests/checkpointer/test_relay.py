@@ -298,3 +298,19 @@ def test_a_listener_must_be_able_to_hear(tmp_path: Path) -> None:
         holdfast.Checkpointer(tmp_path, {}, listeners=[print])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="listeners is a list"):
         holdfast.Checkpointer(tmp_path, {}, listeners=Recorder())  # type: ignore[arg-type]
+
+
+class HearsItself:
+    """A class that is a listener itself."""
+
+    @classmethod
+    def hear(cls, event: Event, source: EventSource) -> None:
+        """Hear nothing."""
+
+
+def test_a_class_of_listeners_is_refused_and_does_not_just_hear_nothing(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"listeners has the class Recorder, .*; write Recorder\(\.\.\.\)"):
+        holdfast.Checkpointer(tmp_path, {}, listeners=[Recorder])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"; write listeners=\[Recorder\(\.\.\.\)\]"):
+        holdfast.Checkpointer(tmp_path, {}, listeners=Recorder)  # type: ignore[arg-type]
+    holdfast.Checkpointer(tmp_path, {}, listeners=[HearsItself]).close()

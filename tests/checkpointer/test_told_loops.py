@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import signal
+import time
+
 import pytest
 import torch
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, EverySteps
+from holdfast import Checkpointer, ConfigurationError, EverySteps, Memory, OnPreemption
 from tests.support.models import start_new_job
 
 
@@ -74,3 +78,31 @@ def test_a_loop_is_warned_of_state_dicts_which_training_does_not_change(
     assert warnings[0].startswith("'training/optimizer' is a state_dict(): a copy of this moment")
     assert "'training/scheduler' is a state_dict()" in warnings[1]
     assert "Give the scheduler itself" in warnings[1]
+
+
+@pytest.mark.parametrize("is_in_memory", [False, True])
+def test_a_checkpointer_that_was_dropped_unclosed_does_not_stand_in_the_way_of_the_next_one(
+    run: str, state: dict[str, object], memory: Memory, *, is_in_memory: bool
+) -> None:
+    """A cell of a notebook that is run again has no object left that it could close."""
+
+    def train() -> Checkpointer:
+        own = Checkpointer(
+            run, state, memory=memory if is_in_memory else None, save=EverySteps(2) | OnPreemption((signal.SIGUSR1,))
+        )
+        for step in own.steps(3):
+            own.step(step)
+        own.wait()
+        time.sleep(0.2)  # the thread that has told the end of the last save lets go of it
+        return own
+
+    gc.disable()
+    try:
+        train()
+        start_new_job()
+        held = train()
+        with pytest.raises(ConfigurationError, match=r"config\.two_loops"):
+            train()
+        held.close()
+    finally:
+        gc.enable()

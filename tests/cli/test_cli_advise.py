@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from holdfast.run.history import Run
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.support.command_line import Done, holdfast_command
+from tests.support.recorded_job import recorded_job, write_records
 
 MEMORY = ("--memory", "0.05s,0.1s,10s")
 PEERS = ("--peers", "300ms, 5s, 1min")
@@ -37,7 +43,11 @@ def test_the_plot_is_longest_far_from_the_advice() -> None:
 
 
 def test_a_job_that_fails_too_often_is_told_so() -> None:
-    assert "The job makes no progress" in advised(*DURABLE, "--mttf", "5min").out
+    lines = advised(*DURABLE, "--mttf", "5min").out
+    assert "The job makes no progress" in lines
+    assert "Changes and what they buy" in lines
+    assert "other intervals" not in lines, "no interval is better than another one"
+    assert "Other rules" not in lines
     assert "The job makes no progress" not in advised(*DURABLE, "--mttf", "1h").out
 
 
@@ -106,7 +116,8 @@ def test_bytes_and_money_are_told_where_their_price_is_known() -> None:
         (("--mttf", "3h", "--max-overhead", "1e999%"), "'1e999%', which is no such share"),
         (("--mttf", "3h", "--size", "2 lots"), "--size 2 lots is no size"),
         (("--mttf", "3h", "--cost-per-hour", "inf"), "--cost-per-hour inf is no price"),
-        (("--mttf", "3h", "--durable", ""), "1 number, but a tier has three or four"),
+        (("--mttf", "3h", "--durable", "3s"), "1 number, but a tier has three or four"),
+        (("--mttf", "3h", "--durable", ""), "nothing says what a save to storage costs"),
     ],
 )
 def test_a_number_that_makes_no_sense_is_explained(options: tuple[str, ...], problem: str) -> None:
@@ -114,3 +125,39 @@ def test_a_number_that_makes_no_sense_is_explained(options: tuple[str, ...], pro
     assert done.status == 2
     assert problem in done.err
     assert "[config.advice]" in done.err
+
+
+class TestFromARun:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> str:
+        """A run with a job that restored from storage and saved every minute, with steps of half a second."""
+        run = tmp_path / "gpt"
+        Run.create(open_store(Location(str(run))))
+        write_records(tmp_path / "gpt.events", recorded_job())
+        return str(run)
+
+    def test_what_its_jobs_measured_are_the_numbers(self, run: str) -> None:
+        measured = advised("--from", run, "--mttf", "3h")
+        tiers = "--memory 0.004s,0.26s,0.26s --durable 0.004s,1.26s,1s,10.0% --step 0.5s"
+        assert measured.lines[0] == f"Measured: {tiers}"
+        assert "No job has restored from memory" in measured.out
+        given = advised(*tiers.split(), "--mttf", "3h")
+        assert measured.out.endswith(given.out)
+
+    def test_what_the_user_gives_counts_and_json_has_nothing_else(self, run: str) -> None:
+        told = advised("--from", run, *DURABLE, "--step", "2s", "--mttf", "3h", "--json").json
+        assert [tier["name"] for tier in told["tiers"]] == ["memory", "durable"]
+        given = ("--memory", "0.004s,0.26s,0.26s", *DURABLE, "--step", "2s", "--mttf", "3h", "--json")
+        assert told == advised(*given).json
+
+    def test_a_run_without_events_and_one_without_saves_are_errors(self, run: str, tmp_path: Path) -> None:
+        no_saves = [each for each in recorded_job() if not each.event.startswith("Save")]
+        write_records(tmp_path / "none", no_saves)
+        for arguments, status, text in [
+            (["--from", run, "--events", str(tmp_path / "none")], 2, "became durable"),
+            (["--from", run, "--events", str(tmp_path / "gone")], 3, "JsonLines"),
+            ([], 2, "--from RUN"),
+        ]:
+            done = holdfast_command("advise", *arguments, "--mttf", "3h")
+            assert done.status == status
+            assert text in done.err

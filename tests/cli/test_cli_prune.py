@@ -53,6 +53,25 @@ def test_it_deletes_what_no_policy_keeps(run: Path) -> None:
     assert done.lines[-1].endswith("the head is step 5 at 1.5")
 
 
+def test_what_is_not_confirmed_is_told_as_what_would_happen(run: Path) -> None:
+    """A log said "deletes 4 checkpoints", although nothing was deleted for want of --yes."""
+    done = holdfast_command("prune", run, "--keep-last", "1")
+    assert (done.status, len(steps(run))) == (2, 5)
+    assert done.lines[0].startswith(f"{run}: would delete 4 checkpoints, ")
+    assert holdfast_command("prune", run, "--keep-last", "1", "--yes").lines[0].startswith(f"{run}: deletes 4 ")
+
+
+@pytest.mark.parametrize("option", ["--keep-last", "--keep-for"])
+def test_an_option_that_contradicts_itself_is_refused(run: Path, option: str) -> None:
+    """The last one was taken silently."""
+    values = ("1h", "2h") if option == "--keep-for" else ("1", "2")
+    done = holdfast_command("prune", run, option, values[0], option, values[1], "--yes")
+    assert (done.status, len(steps(run))) == (2, 5)
+    assert "contradict each other" in done.err
+    assert holdfast_command("prune", run, "--keep-every", "4", "--keep-every", "3", "--yes").status == 0
+    assert steps(run) == [5, 4, 3]
+
+
 @pytest.mark.parametrize(("answer", "left"), [("y\n", [5]), ("n\n", [5, 4, 3, 2, 1])])
 def test_it_asks_first(run: Path, answer: str, left: list[int]) -> None:
     done = at_terminal("prune", run, "--keep-last", "1", answer=answer)

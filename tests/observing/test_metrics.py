@@ -61,6 +61,15 @@ def test_prometheus_serves_the_metrics() -> None:
         assert line in text.splitlines()
 
 
+def test_a_second_object_in_one_registry_is_told_what_to_do() -> None:
+    """It was a bare error about a duplicated timeseries."""
+    prometheus = pytest.importorskip("prometheus_client")
+    registry = prometheus.CollectorRegistry()
+    tell(PrometheusMetrics(registry))
+    with pytest.raises(ValueError, match="give that one to both Checkpointers, or each a registry of its own"):
+        PrometheusMetrics(registry)
+
+
 def test_prometheus_metrics_have_the_names_of_the_guide() -> None:
     prometheus = pytest.importorskip("prometheus_client")
     registry = prometheus.CollectorRegistry()

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.options import check_timeout
-from holdfast.policy.keep import KeepLast
+from holdfast.policy.keep import KeepBest, KeepEvery, KeepLast
 from holdfast.policy.metric_names import MetricWatch, meant
 from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import MetricTrigger, TimeTrigger
@@ -186,6 +186,26 @@ class TestUnion:
     ) -> None:
         with pytest.raises(ValueError, match=message):
             make()
+
+    @pytest.mark.parametrize(
+        "join", [lambda a, b: a or b, lambda a, b: a and b, lambda a, b: a & b, lambda a, b: not a]
+    )
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (EverySteps(10), EveryTime(30)),
+            (EverySteps(10) | OnRequest(), EveryTime(30)),
+            (KeepLast(2), KeepEvery(10)),
+            (KeepLast(2) | KeepBest("loss"), KeepEvery(10)),
+        ],
+        ids=repr,
+    )
+    def test_words_that_would_drop_a_policy_without_a_word_are_refused(
+        self, one: object, other: object, join: Callable[[object, object], object]
+    ) -> None:
+        """``EverySteps(10) or EveryTime(30)`` was ``EverySteps(10)``."""
+        with pytest.raises(TypeError, match=r"join(ed)? (policies )?with \|"):
+            join(one, other)
 
     def test_only_policies_can_be_joined(self) -> None:
         with pytest.raises(TypeError):

@@ -28,6 +28,7 @@ from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.support.models import start_new_job
+from tests.support.nursery import run_script
 from tests.support.ranks import run_ranks
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
@@ -136,6 +137,32 @@ def test_a_fork_goes_on_at_the_step_after_the_checkpoint(job: Names) -> None:
     checkpointer.close()
     assert [row.step for row in holdfast.ls("runs/other-rate")] == [6]
     assert [row.step for row in holdfast.ls("runs/gpt")] == [7, 5]
+
+
+def test_a_warm_start_with_the_model_alone_happens_once(job: Names) -> None:
+    weight = torch.rand(2, 2)
+    model = job["model"]
+    assert isinstance(model, nn.Linear)
+    (code,) = (code for code in snippets("checkpointer") if "runs/fine" in code)
+    trained: list[tuple[int, bool]] = []
+
+    def train(step: int) -> None:
+        trained.append((step, bool((model.weight == weight).all())))
+        with torch.no_grad():
+            model.weight.add_(1)
+
+    for num_steps in (2, 3):  # a job, and its restart
+        start_new_job()
+        with torch.no_grad():
+            model.weight.copy_(weight)
+        if num_steps == 2:
+            holdfast.save("runs/gpt", {"model": model, "optimizer": job["optimizer"]}, 5, takeover=True)
+            torch.nn.init.zeros_(model.weight)
+            start_new_job()
+        own = code.replace("save=holdfast", "memory=None, save=holdfast")
+        exec(own, job | {"num_steps": num_steps, "train": train})
+    assert trained == [(0, True), (1, False), (2, False)]
+    assert torch.equal(model.weight, weight + 1 + 1 + 1)
 
 
 def test_a_signal_in_the_middle_of_a_step_leads_to_a_save_at_its_end(job: Names) -> None:
@@ -251,11 +278,11 @@ def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) ->
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
     run = {
         "ddp": 2,
-        "checkpointer": 6,
+        "checkpointer": 7,
         "data": 3,
         "deepspeed": 1,
         "loading": 3,
-        "policies": 2,
+        "policies": 3,
         "publishing": 1,
         "retention": 1,
     }
@@ -315,7 +342,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 
 def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Names) -> None:
-    notice, evaluation = snippets("policies")
+    notice, evaluation, _ = snippets("policies")
     with HTTPServer(("127.0.0.1", 0), Metadata) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         names: Names = {"holdfast": holdfast, "urllib": urllib}
@@ -338,3 +365,33 @@ def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Nam
         server.shutdown()
     assert len(seen) < 10_000
     assert own.exit_code == 75
+
+
+TORCHRUN_STOPS_IT = """
+import os, signal, sys
+from pathlib import Path
+import holdfast
+
+class Slow(type(Path())):
+    def touch(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # torchrun, when another rank has ended
+        super().touch()
+
+def train(step):
+    if step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+os.chdir(sys.argv[2])
+names = {"holdfast": holdfast, "policy": holdfast.OnPreemption(), "state": {"n": 1}, "sys": sys, "Path": Slow}
+exec(sys.argv[1], names | {"num_steps": 9, "train": train, "rank": 0})
+"""
+
+
+def test_the_file_that_asks_for_a_requeue_is_written_although_torchrun_stops_slower_ranks(
+    tmp_path: Path,
+) -> None:
+    *_, code = snippets("policies")
+    code = code.replace("save=policy", "memory=None, save=policy")
+    ended = run_script(TORCHRUN_STOPS_IT, code, str(tmp_path))
+    assert ended.status == 75, ended.err
+    assert (tmp_path / "preempted").exists()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from holdfast.cli.prove import _temporary_folder
+from holdfast.errors import ConfigurationError
 from holdfast.proving import proof
 from tests.support.command_line import Done, holdfast_command
 
@@ -39,7 +42,8 @@ dist.destroy_process_group()
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
@@ -106,6 +110,37 @@ def test_a_script_that_fails_is_quoted(script: Path, tmp_path: Path) -> None:
     assert "it fails on 1 ranks" not in result.err
     assert "ValueError: no data" in result.err
     assert (tmp_path / "proof" / "undisturbed.log").exists()
+
+
+@pytest.mark.slow
+def test_the_log_that_the_error_about_a_silent_script_names_is_still_there(script: Path, tmp_path: Path) -> None:
+    """It was deleted with the folder of the proof, and nothing was quoted."""
+    script.write_text("raise SystemExit(3)")
+    result = prove(script)
+    assert result.status == 2
+    assert "it fails on 1 rank with the exit code 3. It printed nothing." in result.err
+    (folder,) = tmp_path.glob("holdfast-proof-*")
+    assert str(folder / "undisturbed.log") in result.err.replace("\n", "")
+    assert [each.name for each in folder.iterdir()] == ["undisturbed.log"]
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [(ConfigurationError("it fails.", code="config.script", action="See."), ["killed.log"]), (KeyboardInterrupt(), [])],
+)
+@pytest.mark.usefixtures("script")
+def test_the_logs_of_a_proof_stay_only_where_an_error_names_one(
+    tmp_path: Path, error: BaseException, left: list[str]
+) -> None:
+    def fail() -> None:
+        with _temporary_folder() as folder:
+            (folder / "killed").mkdir()
+            (folder / "killed.log").touch()
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert [each.name for each in tmp_path.glob("holdfast-proof-*/*")] == left
 
 
 def test_a_script_whose_attempt_saved_nothing_is_told_so(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ def test_the_page_has_every_part() -> None:
     assert tiles["60 s"] == "age of its state"
     assert tiles["4 ms"] == "training blocked by a save (median)"
     assert tiles["1.26 s"] == "until a save is durable (median)"
-    assert tiles["+10.0 %"] == "step time while a save is under way (median of 120 steps)"
+    assert tiles["+10.0 %"] == "longer step time while a save is under way (120 steps)"
 
 
 def test_the_slow_rank_stands_out_in_the_heat_map() -> None:

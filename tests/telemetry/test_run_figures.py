@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 
-from holdfast.telemetry.rank_saves import UNDER_WAY, job_events
+from holdfast.telemetry.rank_saves import UNDER_WAY, RankSteps, job_events
 from holdfast.telemetry.run_figures import heat_rows, job_saves, recovery_points, step_figures
 from tests.support.recorded_job import BEGUN_S, EVERY_S, NBYTES, PHASES, RankClock, recorded_job, recorded_save
 
@@ -53,6 +55,31 @@ def test_steps_are_slower_while_a_save_is_under_way() -> None:
     assert steps is not None
     assert steps.slowdown == pytest.approx(0.1)
     assert step_figures([]) is None
+
+
+def steps_of(process: int, quiet_s: Sequence[float], saving_s: Sequence[float]) -> list[RankSteps]:
+    """Steps of one job, ten of each kind in each of its events."""
+    found = [RankSteps("node", process, 0, 9, 10.0 * process, 10, each, 0, 0.0) for each in quiet_s]
+    return found + [RankSteps("node", process, 0, 9, 10.0 * process, 0, 0.0, 10, each) for each in saving_s]
+
+
+def test_jobs_with_other_steps_do_not_give_saves_a_negative_cost() -> None:
+    """A job whose steps took 2 ms, most of them with a save under way, and one of 100 ms made it -47.7 %."""
+    slow, fast = steps_of(1, [0.100] * 9, [0.110]), steps_of(2, [0.002], [0.0022] * 9)
+    steps = step_figures([*slow, *fast])
+    assert steps is not None
+    assert (steps.quiet_s, steps.num_saving) == (0.002, 100)
+    assert steps.slowdown == pytest.approx(0.1)
+    lonely = [*steps_of(3, [0.5], []), *steps_of(4, [], [0.001])]
+    assert step_figures([*slow, *lonely]) == step_figures(slow)
+    assert step_figures(lonely) is None
+
+
+@pytest.mark.parametrize("saving_s", [[0.097, 0.098], [0.100], [0.1006]], ids=["faster", "equal", "within chance"])
+def test_a_slow_down_that_chance_may_explain_is_not_measurable(saving_s: list[float]) -> None:
+    steps = step_figures(steps_of(1, [0.098, 0.099, 0.100, 0.101, 0.102], saving_s))
+    assert steps is not None
+    assert (steps.slowdown, steps.slowdown_text) == (None, "not measurable")
 
 
 def test_ranks_that_have_not_agreed_yet_belong_to_the_save_of_the_others() -> None:

@@ -31,6 +31,7 @@ from holdfast.checkpointer.first_save import check_loaded
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
+from holdfast.checkpointer.loop_rules import suspect
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
@@ -40,7 +41,7 @@ from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
-from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, without_memory
+from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, no_policy, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
@@ -56,7 +57,7 @@ from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
-from holdfast.saving import numbers_of, run_location, whole
+from holdfast.saving import checked_metrics, numbers_of, run_location, whole
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.store.base import Location
@@ -154,6 +155,7 @@ class Checkpointer:
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
         self._was_preempted = False
+        self._ignores_s = 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
         self._own_resume = OwnResume(lambda: self._run, max_resumes)
@@ -196,7 +198,7 @@ class Checkpointer:
             raise no_memory(self._run.url)
         self._find_run()
         handle = Handle(whole(step), memory_only=memory_only)
-        self._pruning.note_metrics(metrics or (), self._group)
+        self._pruning.note_metrics(checked_metrics(metrics), self._group)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
         heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
@@ -314,15 +316,15 @@ class Checkpointer:
         the first one ended. Each step must end with a call of `step`. The last one is followed by a save, whatever the
         policy says. On a preemption (`OnPreemption`) it ends early, on all ranks after the same step.
 
-        Raises what `restore` and `step` raise, and `ConfigurationError`, code ``config.step_order``, if `step` was
-        called before anything was restored.
+        Raises what `restore` and `step` raise, and `ConfigurationError`: ``config.step_order``, if `step` was called
+        before anything was restored; ``config.unlike_loops``, if the ranks have other totals or intervals.
         """
         total = checked_number("total", total, least=0, reason="a loop has no negative number of steps")
         loop = self._policy_loop("steps")
         if self._restored is None:
             loop.check_restorable()
-            loaded = loaded_before(self._run, self._state, group=self._group, timeout_s=self._timeout_s)
-            self._restored = loaded or self.restore()
+        where, rules = (self._run, self._state, self._restored), loop.rules(total)
+        self._restored = loaded_before(*where, rules, group=self._group, timeout_s=self._limit_s) or self.restore()
         step = loop.begin(self._restored.next_step, last=total - 1)
         while step < total and not loop.is_over:
             yield step
@@ -339,12 +341,13 @@ class Checkpointer:
         Raises what `save` raises, and `ConfigurationError`: ``config.no_policy``: the option `save` is missing;
         ``config.step_order``: steps do not follow each other, or do not follow the restored checkpoint;
         ``config.two_loops``: another `Checkpointer` of this process decides when to save into the run;
-        ``config.unloaded_history``, at the first step: the run has checkpoints, and this job has restored none.
+        ``config.unloaded_history``, at the first step: the run has checkpoints, and this job has restored none;
+        ``config.unlike_loops``, at the first step where nothing was restored: the ranks have other intervals of steps.
         """
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
         self._observers.step_ends(step)
-        self._pruning.note_metrics(metrics or (), self._group)
+        self._pruning.note_metrics(checked_metrics(metrics), self._group)
         try:
             due = loop.due(step, metrics)
             self._observers.note_choice(loop.choice)
@@ -355,6 +358,7 @@ class Checkpointer:
             return self.save(step, metrics=metrics, memory_only=due.memory_only)
         except DeadlineError as error:
             if error.code != "timeout.preempted" and loop.preemption.left_s >= self._timeout_s:
+                suspect(error)
                 raise
             _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
             return None
@@ -365,8 +369,8 @@ class Checkpointer:
     def preempted(self) -> bool:
         """Whether the loop has to end, because a rank was told that its machine is taken away (`OnPreemption`). It
         changes in `step`, on all ranks in the same one, whose state is being saved; or in `interruptible`, which it
-        broke off: the next `step` then saves."""
-        return self._was_preempted or (self._loop is not None and self._loop.preemption.has_ended)
+        broke off: the next `step` then saves. After the last step of `steps`, nothing is left, and it stays False."""
+        return self._was_preempted or (self._loop is not None and self._loop.is_preempted)
 
     @property
     def exit_code(self) -> int:
@@ -499,15 +503,10 @@ class Checkpointer:
             refuse_nested(f"Checkpointer.{verb}")
             self._require_open(verb)
             if self._policy is None:
-                raise ConfigurationError(
-                    f"{verb}() was called on a Checkpointer without a policy, so it does not know when to save.",
-                    code="config.no_policy",
-                    action="Give the Checkpointer a policy, such as save=holdfast.EverySteps(1000), or call save().",
-                    path=self._run.url,
-                )
+                raise no_policy(verb, self._run.url)
             self._find_run()
             if verb == "step" and self._restored is None and not self._takeover:
-                check_loaded(self._run, group=self._group, timeout_s=self._timeout_s)
+                check_loaded(self._run, self._policy, group=self._group, timeout_s=self._timeout_s)
             has_memory = self._memory is not None
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
             self._loop.preemption.patience_s = self._timeout_s
@@ -519,13 +518,14 @@ class Checkpointer:
 
     def _end_loop(self) -> None:
         if self._loop is not None:
-            self._was_preempted = self._loop.preemption.has_ended
+            self._was_preempted = self._loop.is_preempted
+            self._ignores_s = LEAVING_SIGNALS_S if self._loop.preemption.has_ended else 0.0
             self._loop.close()
             self._loop = None
 
     def _forget_signals(self) -> None:
         for note in self._signals.values():
-            note.remove(ignores_s=LEAVING_SIGNALS_S if self._was_preempted else 0.0)
+            note.remove(ignores_s=self._ignores_s)
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""

@@ -118,6 +118,8 @@ class AutoTrigger:
                 meter = self._memory_meter if event.memory_only else self._meter
                 if meter is not None:
                     self._on_way = _OnWay(event.step, meter, event.at.clock_s)
+                    if event.memory_only and not meter.has_measured:
+                        LOG.info("step %d is being saved to memory alone: Auto measures such a save", event.step)
             case SaveReturned() if self._on_way is not None and event.step == self._on_way.step:
                 self._on_way.blocked_s = event.blocked_s
             case SaveCommitted() | SaveHeld():

@@ -8,12 +8,14 @@ from typing import Final
 
 from torch.distributed import ProcessGroup
 
+from holdfast.checkpointer.loop_rules import LoopRules, check_alike
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
 from holdfast.errors import NotFoundError, StateError
 from holdfast.format import records
 from holdfast.format.patterns import Globs, check_matched
 from holdfast.phases import attempt
+from holdfast.policy.when import SavePolicy
 from holdfast.run.history import Run
 from holdfast.run.session import JOB
 from holdfast.state.flatten import flatten
@@ -52,17 +54,19 @@ def check_first_save(
     channel.await_readers(deadline)
 
 
-def check_loaded(run: Location, *, group: ProcessGroup | None, timeout_s: float) -> None:
+def check_loaded(run: Location, policy: SavePolicy, *, group: ProcessGroup | None, timeout_s: float) -> None:
     """Raise, on all ranks, the error with which the first save of a loop would end that has not restored from a `run`
-    with a history. Collective."""
+    with a history; or the error that the policies of their loops differ. Collective."""
     deadline = Deadline(timeout_s)
     channel = default_channel("first step", group, deadline=deadline)
 
-    def check() -> None:
-        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage, suppress(NotFoundError):
-            JOB.check_loaded(Run.open(storage))
+    def check() -> LoopRules:
+        if channel.rank == 0:
+            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage, suppress(NotFoundError):
+                JOB.check_loaded(Run.open(storage))
+        return LoopRules.of(policy)
 
-    channel.confirm("first step", attempt(check) if channel.rank == 0 else None, deadline)
+    channel.exchange("first step", attempt(check), check_alike, deadline, takes=LoopRules, gives=bytes)
     channel.await_readers(deadline)
 
 

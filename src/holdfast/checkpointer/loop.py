@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.auto_trigger import AutoTrigger
 from holdfast.checkpointer.events import SaveEvent
+from holdfast.checkpointer.loop_rules import LoopRules
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
@@ -52,11 +54,14 @@ class Loop:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
         self._key = (os.getpid(), run)
         if self._key in _loops:
+            gc.collect()  # the other one may belong to a Checkpointer that nobody can close, because it was dropped
+        if self._key in _loops:
             raise _second_loop(run)
         self._group = group
         member = member_of(group)
         self._is_first_rank = is_first_rank = member is None or member.rank == 0
         policies = tuple(policy.parts())
+        self._policy = policy
         self._schedule = StepSchedule(policies)
         self._triggers: list[Trigger] = []
         now_s = time.monotonic()
@@ -82,6 +87,7 @@ class Loop:
         self._part = 0
         #: The reason why all ranks have broken off an evaluation; the next step ends the loop.
         self._broken_off: str | None = None
+        self._has_broken_off = False
         self._wish: Wish | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
@@ -93,6 +99,10 @@ class Loop:
     def choice(self) -> Choice | None:
         """The present choice of the policy `Auto`; None before the first one, and on ranks that do not choose."""
         return self._autos[0].choice if self._autos else None
+
+    def rules(self, total: int) -> LoopRules:
+        """The rules of a loop of `total` steps, which all ranks must have alike."""
+        return LoopRules.of(self._policy, total)
 
     def expect(self, step: int) -> None:
         """The state was restored: the next step that ends has to be `step`."""
@@ -161,6 +171,14 @@ class Loop:
         has to end, because the last one may not be saved."""
         return self.preemption.has_ended and self._broken_off is None
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether the loop ends for a preemption, and something is left to do. After a save of the last one of its
+        steps, nothing is, but for an evaluation that was broken off."""
+        last = self._schedule.last
+        is_done = last is not None and self._next is not None and self._next > last and not self._has_broken_off
+        return self.preemption.is_given_up or (self.preemption.is_agreed and not is_done)
+
     def begin_evaluation(self) -> None:
         """An evaluation begins. Its parts have the same numbers on all ranks, whatever earlier ones had."""
         self._part = (self._part // _MAX_PARTS + 1) * _MAX_PARTS
@@ -185,6 +203,7 @@ class Loop:
             self._broken_off = reason if granted else None
         if self._broken_off is None:
             return False
+        self._has_broken_off = True
         self.preemption.agree(age_s=age_s)
         return True
 

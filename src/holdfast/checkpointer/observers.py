@@ -22,6 +22,7 @@ from holdfast.checkpointer.events import (
     RestoreFailed,
     RestoreReturned,
 )
+from holdfast.checkpointer.option_checks import check_listeners
 from holdfast.checkpointer.relay import Relay
 from holdfast.checkpointer.step_times import StepTimes
 from holdfast.control.processes import age_s
@@ -40,11 +41,7 @@ class Observers:
     def __init__(
         self, listeners: Sequence[EventListener], run: Callable[[], Location], group: ProcessGroup | None
     ) -> None:
-        if not isinstance(listeners, Sequence):
-            raise TypeError(f"listeners is a list of objects that hear events, not {listeners!r}")
-        for listener in listeners:
-            if not callable(getattr(listener, "hear", None)):
-                raise TypeError(f"a listener has a method hear(event, source), which {listener!r} lacks")
+        check_listeners(listeners)
         self._relay = Relay(listeners, lambda: _source(run(), group)) if listeners else None
         self._group = group
         self._times = StepTimes()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from inspect import getattr_static
+from types import FunctionType
+
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.policy.keep import check_keep, join_hint
@@ -39,3 +43,25 @@ def check_options(
         checked_number("max_resumes", max_resumes, least=1, reason="no job could resume any checkpoint")
     check_flag("takeover", takeover)
     check_timeout(timeout_s)
+
+
+def check_listeners(listeners: object) -> None:
+    """Raise `TypeError` unless `listeners` is a list of objects that hear events. A class of such objects is none."""
+    if not isinstance(listeners, Sequence):
+        hint = f"; write listeners=[{_called(listeners)}]" if _has_hear(listeners) else ""
+        raise TypeError(f"listeners is a list of objects that hear events, not {listeners!r}{hint}")
+    for listener in listeners:
+        if not _has_hear(listener):
+            raise TypeError(f"a listener has a method hear(event, source), which {listener!r} lacks")
+        # A class whose `hear` is a static method or one of the class is a listener itself.
+        if isinstance(listener, type) and isinstance(getattr_static(listener, "hear"), FunctionType):
+            name = listener.__name__
+            raise TypeError(f"listeners has the class {name}, which hears no events; write {_called(listener)}")
+
+
+def _has_hear(listener: object) -> bool:
+    return callable(getattr(listener, "hear", None))
+
+
+def _called(listener: object) -> str:
+    return f"{listener.__name__}(...)" if isinstance(listener, type) else repr(listener)

@@ -481,9 +481,13 @@ def _manifest(folder: NodeFolder, seal: Seal) -> bytes:
         ) from error
 
 
+#: The options that `holdfast.load` has, and `restore` has not, in an advice; and one of a rule for its option mapping.
+_LOAD_OPTION: Final = re.compile(r"\b(?:select|mapping|cast|strict|allow_empty|fill)=")
+
+
 def with_load(action: str, run: Location) -> str:
     """The advice of a load, which `restore` made; if it names options, with the call that has them."""
-    if not re.search(r"\b[a-z_]+=", action):
+    if not _LOAD_OPTION.search(action):
         return action
     return (
         f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "

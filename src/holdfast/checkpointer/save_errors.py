@@ -113,6 +113,16 @@ def held_in_memory(step: int) -> ConfigurationError:
     )
 
 
+def no_policy(verb: str, run: str) -> ConfigurationError:
+    """The error of a loop whose `Checkpointer` has no policy."""
+    return ConfigurationError(
+        f"{verb}() was called on a Checkpointer without a policy, so it does not know when to save.",
+        code="config.no_policy",
+        action="Give the Checkpointer a policy, such as save=holdfast.EverySteps(1000), or call save().",
+        path=run,
+    )
+
+
 def no_memory(path: str) -> ConfigurationError:
     """A save to memory alone was asked of a `Checkpointer` without memory."""
     return ConfigurationError(

@@ -114,15 +114,18 @@ class Watcher:
     def _watch(self) -> None:
         pause_s, look_further_at = _LOOK_FURTHER_S, 0.0
         while not self._closed.wait(_LOOK_S):
-            waiting = self._pending_now()
-            if (waiting or not self.given_up.is_told) and time.monotonic() > look_further_at:
+            if (self._pending_now() or not self.given_up.is_told) and time.monotonic() > look_further_at:
                 self.given_up.tell_keeper()
-                is_sound = self._look_further(waiting)
+                is_sound = self._look_further(self._pending_now())
                 pause_s = _LOOK_FURTHER_S if is_sound else min(2 * pause_s, _LOOK_FURTHER_AT_MOST_S)
                 look_further_at = time.monotonic() + pause_s
-            for pending in waiting:
-                self._look(pending)
+            self._look_at_all()
             self.memory.give_back()
+
+    def _look_at_all(self) -> None:
+        """Look at all saves. Apart from `_watch`, whose variables would keep the last save and its listeners alive."""
+        for pending in self._pending_now():
+            self._look(pending)
 
     def _look(self, pending: _Pending) -> None:
         machine, slot = pending.machine, pending.slot

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.cli.amounts import NUMBER, bytes_in, seconds_in
+from holdfast.cli.measured_job import measured
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError
 from holdfast.goodput.advice import Advice, Alternative, Limits, TierAdvice, advise
@@ -41,11 +42,14 @@ class Given(NamedTuple):
     in_flight: int
     size: str
     cost_per_hour: float
+    run: str = ""
+    events: str = ""
 
 
 def advice(given: Given, *, as_json: bool) -> None:
     """Print the advice for the job that `given` describes. Raises `ConfigurationError` for numbers that make no
     sense."""
+    given = _completed(given, as_json=as_json)
     nearer = [_tier(name, text) for name, text in (("memory", given.memory), ("peers", given.peers)) if text]
     tiers = [*nearer, _tier("durable", given.durable)]
     if not math.isfinite(given.cost_per_hour):
@@ -67,6 +71,29 @@ def advice(given: Given, *, as_json: bool) -> None:
         print_json(found)
     else:
         _show(console(), found, source)
+
+
+def _completed(given: Given, *, as_json: bool) -> Given:
+    """The options, with those that the user left out as the events of a run tell them, if one is named."""
+    if given.run:
+        found = measured(given.run, given.events)
+        screen = console(stderr=as_json)
+        say(screen, f"Measured: {found}", "dim")
+        for what in found.unknown:
+            say(screen, what, "dim")
+        screen.print()
+        given = given._replace(
+            memory=given.memory or found.memory,
+            durable=given.durable or found.durable,
+            step=given.step or found.step,
+            size=given.size or found.size,
+        )
+    if not given.durable:
+        raise _invalid(
+            "nothing says what a save to storage costs.",
+            "Pass --durable, such as 3s,180s,300s,1%; or --from RUN, whose jobs have recorded events.",
+        )
+    return given
 
 
 def _tier(name: str, text: str) -> TierCost:
@@ -168,6 +195,9 @@ def _show(screen: Console, found: Advice, source: str) -> None:
     for what, share in parts.items():
         if share:
             say(screen, f"  {_percent(share):>7}  {what}")
+    if lost.total >= 1:  # no interval is better than another one then
+        _compare(screen, "Changes and what they buy:", found.changes, lost.total)
+        return
     screen.print()
     say(screen, "Time lost at other intervals (all tiers):", "bold")
     longest = max(share for _, share in found.around)

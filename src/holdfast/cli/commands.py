@@ -216,6 +216,13 @@ def export(
 @app.command()
 def advise(
     *,
+    run: Annotated[
+        str,
+        typer.Option(
+            "--from", metavar="RUN", help="Take from the recorded events of this run what you do not give yourself."
+        ),
+    ] = "",
+    events: EventsOption = "",
     durable: Annotated[
         str,
         typer.Option(
@@ -224,7 +231,7 @@ def advise(
             help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
             "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
         ),
-    ],
+    ] = "",
     peers: Annotated[
         str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
     ] = "",
@@ -280,6 +287,8 @@ def advise(
         in_flight=in_flight,
         size=size,
         cost_per_hour=cost_per_hour,
+        run=run,
+        events=events,
     )
     advice(given, as_json=as_json)
 
@@ -451,11 +460,13 @@ def prune(
     run: RunArgument,
     *,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N checkpoints.")
+        list[int] | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the newest N checkpoints.")
     ] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", metavar="N", min=1, help="Keep checkpoints whose step is a multiple of N."),
+        list[int] | None,
+        typer.Option(
+            "--keep-every", metavar="N", min=1, help="Keep checkpoints whose step is a multiple of N; may be repeated."
+        ),
     ] = None,
     keep_best: Annotated[
         list[str] | None,
@@ -466,8 +477,9 @@ def prune(
         ),
     ] = None,
     keep_for: Annotated[
-        str, typer.Option("--keep-for", metavar="TIME", help="Keep checkpoints that are younger, such as 12h or 7d.")
-    ] = "",
+        list[str] | None,
+        typer.Option("--keep-for", metavar="TIME", help="Keep checkpoints that are younger, such as 12h or 7d."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Delete nothing; only say what would go, and why.")
     ] = False,
@@ -477,7 +489,7 @@ def prune(
     """Delete the checkpoints that no given policy keeps. Never the head, nor what is pinned or needed; asks first."""
     from holdfast.cli.prune import KeepOptions, prune
 
-    options = KeepOptions(keep_last, keep_every, keep_best or (), keep_for)
+    options = KeepOptions(keep_last or (), keep_every or (), keep_best or (), keep_for or ())
     if not prune(run, options, dry_run=dry_run, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -67,13 +70,31 @@ def show_proof(script: Script, *, folder: str, node_dir: str, atol: float, as_js
         Path(folder).mkdir(parents=True, exist_ok=True)
         proof = prove(script, folder=Path(folder).absolute(), node_dir=Path(node_dir), tell=tell, atol=atol)
     else:
-        with tempfile.TemporaryDirectory(prefix="holdfast-proof-") as made:
-            proof = prove(script, folder=Path(made), node_dir=Path(node_dir), tell=tell, atol=atol)
+        with _temporary_folder() as made:
+            proof = prove(script, folder=made, node_dir=Path(node_dir), tell=tell, atol=atol)
     if as_json:
         print_json(_document(proof, script))
     else:
         _show(screen, proof, script, atol)
     return proof.is_proved
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """A folder for one proof. If the script cannot be proved, its logs stay there, because the error names one."""
+    made = Path(tempfile.mkdtemp(prefix="holdfast-proof-"))
+    is_log_wanted = False
+    try:
+        yield made
+    except ConfigurationError:
+        is_log_wanted = True
+        raise
+    finally:
+        for each in made.iterdir():
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+        if not is_log_wanted or not any(made.iterdir()):
+            shutil.rmtree(made, ignore_errors=True)
 
 
 def _check(script: Script, folder: str, atol: float) -> None:
@@ -141,7 +162,7 @@ def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
         how = "bit for bit the same state"
         if script.other_ranks not in (None, script.num_ranks):
             how = f"the same state (within {atol:g}, on {script.other_ranks} ranks instead of {script.num_ranks})"
-        what = f"{count(proof.num_steps, 'step')}, killed after {kills}: {how} as without the kills"
+        what = f"{count(proof.num_steps, 'saved step')}, killed after {kills}: {how} as without the kills"
         say(screen, Text.assemble(("Proved: ", "bold green"), what + "."))
     say(screen, f"--seed {script.seed} repeats these kills.", "dim")
 

@@ -26,12 +26,12 @@ _BEST_EXAMPLES: Final = "Write --keep-best loss, --keep-best loss:2, or --keep-b
 
 
 class KeepOptions(NamedTuple):
-    """The policies, as the user wrote them; None, "" and no entries for those that are left out."""
+    """The policies, as the user wrote them, each as often."""
 
-    last: int | None
-    every: int | None
+    last: Sequence[int]
+    every: Sequence[int]
     best: Sequence[str]
-    time: str
+    times: Sequence[str]
 
 
 class PrunedRow(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ def prune(run: str, options: KeepOptions, *, dry_run: bool, yes: bool, as_json: 
     _check_judged(survey.decision)
     half_removed = retention.half_removed(found)
     if not as_json:
-        _show(found, survey, half_removed, dry_run=dry_run)
+        _show(found, survey, half_removed, is_sure=yes and not dry_run)
     doomed = survey.decision.deleted
     if dry_run:
         if as_json:
@@ -97,23 +97,25 @@ def _policy(options: KeepOptions) -> KeepPolicy:
     """The policy that the options describe. Raises `ConfigurationError` for none, and for impossible ones."""
     try:
         parts: list[KeepPolicy] = [_best(text) for text in options.best]
-        if options.last is not None:
-            parts.append(KeepLast(options.last))
-        if options.every is not None:
-            parts.append(KeepEvery(options.every))
-        if options.time:
-            seconds = seconds_in(options.time)
-            if not 0 < seconds < math.inf:
-                raise _wrong(
-                    f"--keep-for has '{options.time}', which is no such time.", "Write it as 12h, 7d or 90min."
-                )
-            parts.append(KeepFor(seconds))
-        if parts:
-            return reduce(or_, parts)
     except ValueError as error:
         raise _wrong(f"{error}.", _BEST_EXAMPLES) from error
-    what = "nothing says which checkpoints to keep."
-    raise _wrong(what, "Pass --keep-last, --keep-every, --keep-best or --keep-for, or several of them.")
+    parts += map(KeepLast, options.last)
+    parts += map(KeepEvery, options.every)
+    parts += [KeepFor(_age(text)) for text in options.times]
+    if not parts:
+        what = "nothing says which checkpoints to keep."
+        raise _wrong(what, "Pass --keep-last, --keep-every, --keep-best or --keep-for, or several of them.")
+    try:
+        return reduce(or_, parts)
+    except ValueError as error:
+        raise _wrong(f"{error}.", "Pass only one of the two options.") from error
+
+
+def _age(text: str) -> float:
+    seconds = seconds_in(text)
+    if not 0 < seconds < math.inf:
+        raise _wrong(f"--keep-for has '{text}', which is no such time.", "Write it as 12h, 7d or 90min.")
+    return seconds
 
 
 def _best(text: str) -> KeepBest:
@@ -142,12 +144,12 @@ def _question(doomed: Sequence[CheckpointFacts], half_removed: Sequence[str]) ->
     return f"Delete {count(len(doomed), 'checkpoint')}? This cannot be undone."
 
 
-def _show(run: Run, survey: RetentionSurvey, half_removed: Sequence[str], *, dry_run: bool) -> None:
+def _show(run: Run, survey: RetentionSurvey, half_removed: Sequence[str], *, is_sure: bool) -> None:
     decision, screen, now = survey.decision, console(), time.time()
     name = printable(run.storage.location.url)
     goes = {facts.place for facts in decision.deleted}
     freed = size(sum(facts.nbytes for facts in decision.deleted))
-    verb = "would delete" if dry_run else "deletes"
+    verb = "deletes" if is_sure else "would delete"
     say(screen, f"{name}: {verb} {count(len(goes), 'checkpoint')}, {freed}; keeps {len(decision.kept)}")
     rows = [(kept.facts, "keep", "; ".join(kept.reasons)) for kept in decision.kept]
     rows += [(facts, "delete", "") for facts in decision.deleted]
@@ -159,7 +161,7 @@ def _show(run: Run, survey: RetentionSurvey, half_removed: Sequence[str], *, dry
     for problem in decision.problems:
         say(screen, f"{printable(problem.message)}. {problem.action}")
     if half_removed:
-        verb = "would finish" if dry_run else "finishes"
+        verb = "finishes" if is_sure else "would finish"
         say(screen, f"{verb} {count(len(half_removed), 'deletion')} that {_were(half_removed)} interrupted")
     if survey.num_abandoned:
         left = f"{count(survey.num_abandoned, 'abandoned checkpoint')} off the head's lineage"

@@ -70,7 +70,7 @@ def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
         told.append(f"newest in memory: {_old(newest.begun_s)}, after {count(len(held), 'save')} to memory alone")
     steps = step_figures(job.steps)
     if steps is not None:
-        told.append(f"steps: {duration(steps.quiet_s)}, {100 * steps.slowdown:+.1f} % during saves")
+        told.append(f"steps: {duration(steps.quiet_s)}, slow-down during saves {steps.slowdown_text}")
     if told:
         yield Text("; ".join(told))
 
@@ -107,7 +107,8 @@ def _now(job: JobEvents, saves: Sequence[JobSave], committed: Collection[str]) -
 
 def _table(saves: Sequence[JobSave], committed: Collection[str]) -> Listing:
     made = Listing(
-        "step", "place", "size", "blocked", "durable", "outcome", right=("step", "size", "blocked", "durable")
+        *("step", "place", "size", "blocked", "durable after", "outcome"),
+        right=("step", "size", "blocked", "durable after"),
     )
     for save in reversed([save for save in saves if not save.memory_only][-_NUM_SAVES:]):
         durable = "" if save.durable_s is None else duration(save.durable_s)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from holdfast.checkpointer.events import Event, EventSource
 from holdfast.observing.extras import imported_for
-from holdfast.observing.measures import MEASURES, Reading, Readings
+from holdfast.observing.measures import MEASURES, Measure, Reading, Readings
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,20 +24,29 @@ class PrometheusMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         with imported_for("PrometheusMetrics", extra="prometheus"):
-            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+            from prometheus_client import REGISTRY
         to = REGISTRY if registry is None else registry
         self._readings = Readings()
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
         for each in MEASURES:
-            labels = ("rank", *each.labels)
-            name = f"holdfast_{each.name}"
-            if each.kind == "duration":
-                self._metrics[each.name] = Histogram(
-                    name, each.meaning, labels, unit=each.unit, registry=to, buckets=_BUCKETS_S
-                )
-            else:
-                kind = Counter if each.kind == "counter" else Gauge
-                self._metrics[each.name] = kind(name, each.meaning, labels, unit=each.unit, registry=to)
+            try:
+                self._metrics[each.name] = self._registered(each, to)
+            except ValueError as error:
+                raise ValueError(
+                    f"the registry has a metric holdfast_{each.name} already, probably of another PrometheusMetrics; "
+                    "give that one to both Checkpointers, or each a registry of its own: "
+                    "PrometheusMetrics(prometheus_client.CollectorRegistry())"
+                ) from error
+
+    @staticmethod
+    def _registered(measure: Measure, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        name, labels = f"holdfast_{measure.name}", ("rank", *measure.labels)
+        if measure.kind == "duration":
+            return Histogram(name, measure.meaning, labels, unit=measure.unit, registry=registry, buckets=_BUCKETS_S)
+        kind = Counter if measure.kind == "counter" else Gauge
+        return kind(name, measure.meaning, labels, unit=measure.unit, registry=registry)
 
     def hear(self, event: Event, source: EventSource) -> None:
         """Update the metrics with the readings of `event`."""

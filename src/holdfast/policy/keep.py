@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from operator import itemgetter
-from typing import Literal, NamedTuple, Protocol, SupportsFloat, runtime_checkable
+from typing import Literal, NamedTuple, NoReturn, Protocol, SupportsFloat, runtime_checkable
 
 from holdfast.format.records import Place
 from holdfast.options import checked_number
@@ -75,6 +75,12 @@ class KeepPolicy:
         if not isinstance(other, KeepPolicy):
             return NotImplemented
         return KeepUnion((*parts_of(self), *parts_of(other)))
+
+    def __and__(self, other: object) -> NoReturn:
+        raise no_and(self, other)
+
+    def __bool__(self) -> NoReturn:
+        raise untrue(self)
 
 
 @dataclass(frozen=True)
@@ -277,6 +283,18 @@ def join_hint(option: str, value: object, kind: type) -> str:
     if isinstance(value, list | tuple | set | frozenset) and value and all(isinstance(each, kind) for each in value):
         return f"; write {option}={' | '.join(map(repr, value))}"
     return ""
+
+
+def untrue(policy: object) -> TypeError:
+    """The error for asking whether a policy is true, as Python's `or` and `and` do, which would drop one of two."""
+    return TypeError(
+        f"a policy is neither true nor false; join policies with |, not with the words or and and: {policy!r} | ..."
+    )
+
+
+def no_and(one: object, other: object) -> TypeError:
+    """The error for ``one & other``."""
+    return TypeError(f"policies are joined with |, not with &: {one!r} | {other!r}")
 
 
 def parts_of(policy: KeepPolicy) -> tuple[KeepPart, ...]:

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NoReturn
 
 from holdfast.goodput.failures import PRESETS
 from holdfast.options import check_flag, check_positive, checked_number
-from holdfast.policy.keep import KeepPolicy, parts_of
+from holdfast.policy.keep import KeepPolicy, no_and, parts_of, untrue
 from holdfast.store.urls import absolute
 from holdfast.wording import kind_of
 
@@ -50,6 +50,12 @@ class SavePolicy:
         if isinstance(other, KeepPolicy):
             raise _two_arguments(self, other)
         return NotImplemented
+
+    def __and__(self, other: object) -> NoReturn:
+        raise no_and(self, other)
+
+    def __bool__(self) -> NoReturn:
+        raise untrue(self)
 
     def __init_subclass__(cls) -> None:
         if not cls.__module__.startswith("holdfast."):

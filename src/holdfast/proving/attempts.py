@@ -22,6 +22,8 @@ from holdfast.wording import count
 _NUM_LINES: Final = 15
 #: The line in which torchrun begins to report that a rank has failed.
 _OF_TORCHRUN: Final = re.compile(r"E\d{4} .*/elastic/")
+#: The exit code of the rank that failed first, in that report.
+_EXIT_CODE: Final = re.compile(r"^Root Cause.*?^\s*exitcode\s*: (-?\d+)", re.MULTILINE | re.DOTALL)
 #: Time for the processes of an attempt to end after they were told to, and from look to look after that.
 _END_S: Final = 10.0
 _LOOK_S: Final = 0.1
@@ -85,8 +87,11 @@ def _processes_of(rehearsal: Rehearsal) -> Iterator[int]:
 
 def _failed(script: Sequence[str], how: str, said: str, log: Path) -> ConfigurationError:
     own = list(takewhile(lambda line: not _OF_TORCHRUN.match(line), said.splitlines()))
+    code = _EXIT_CODE.search(said)
+    with_code = f" with the exit code {code[1]}" if code is not None else ""
+    quoted = "Below is the end of its output." if any(map(str.strip, own)) else "It printed nothing."
     return ConfigurationError(
-        f"'{script[0]}' cannot be proved: {how}. Below is the end of its output.",
+        f"'{script[0]}' cannot be proved: {how}{with_code}. {quoted}",
         code="config.script",
         action=f"Make the script run to its end under torchrun first. Its whole output is in '{log}'.",
         path=script[0],

@@ -82,7 +82,7 @@ def prove(script: Script, *, folder: Path, node_dir: Path, tell: Callable[[str],
         attempts.run("undisturbed")
         steps = list(attempts.saved("undisturbed"))
         if len(steps) <= script.num_kills:
-            raise _too_few(script, len(steps))
+            raise attempts.too_few("undisturbed", len(steps))
         tell("undisturbed, once more")
         attempts.run("again")
         kills = attempts.choose(steps[:-1])
@@ -124,7 +124,7 @@ class _Attempts:
         )
         Path(rehearsal.node_dir).mkdir(exist_ok=True)
         num_ranks = script.other_ranks if is_restart and script.other_ranks is not None else script.num_ranks
-        attempt(script.arguments, rehearsal, num_ranks=num_ranks, log=self._folder / f"{name}.log")
+        attempt(script.arguments, rehearsal, num_ranks=num_ranks, log=self._log(name))
 
     def saved(self, name: str) -> dict[int, Commit]:
         """The checkpoints on the lineage of the attempts called `name`, by step, in order."""
@@ -142,11 +142,25 @@ class _Attempts:
                 return FirstDifference(step, comparison)
         return None
 
+    def too_few(self, name: str, num_steps: int) -> ConfigurationError:
+        """The error that the attempts called `name` saved `num_steps` steps alone."""
+        script = self._script
+        return ConfigurationError(
+            f"'{script.arguments[0]}' saved {count(num_steps, 'step')}, too few for {count(script.num_kills, 'kill')}.",
+            code="config.script",
+            action="Have it save with a holdfast.Checkpointer after more steps, or pass a smaller --kills or --every. "
+            f"Its output is in '{self._log(name)}'.",
+            path=script.arguments[0],
+        )
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
     def _open(self, name: str) -> Run:
         try:
             return Run.open(open_store(Location(str(self._folder / name / _RUN))))
         except NotFoundError as error:
-            raise _too_few(self._script, 0) from error
+            raise self.too_few(name, 0) from error
 
     def _checkpoint(self, name: str, commit: Commit) -> Checkpoint:
         return Checkpoint(self._open(name).locate(commit))
@@ -187,12 +201,3 @@ def _is_close_value(difference: ValueDifference, atol: float) -> bool:
 
 def _is_of_rank(name: str) -> bool:
     return any(map(is_rank_component, name.split("/")))
-
-
-def _too_few(script: Script, num_steps: int) -> ConfigurationError:
-    return ConfigurationError(
-        f"'{script.arguments[0]}' saved {count(num_steps, 'step')}, too few for {count(script.num_kills, 'kill')}.",
-        code="config.script",
-        action="Have it save with a holdfast.Checkpointer after more steps, or pass a smaller --kills or --every.",
-        path=script.arguments[0],
-    )

@@ -49,7 +49,7 @@ from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
-from holdfast.wording import count
+from holdfast.wording import count, kind_of
 
 #: Time limit for the commit of a save by a single rank after other ranks are gone.
 _FINISH_LIMIT_S = 60.0
@@ -193,16 +193,24 @@ def whole(step: object) -> int:
 def numbers_of(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Convert `metrics` to the floats that are recorded. Raises `TypeError` or `ValueError` for anything that is not a
     metric."""
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f"metrics must be a dict of numbers, not {metrics!r}")
-    for name, value in metrics.items():
-        if type(name) is not str or not isinstance(value, SupportsFloat):
-            raise TypeError(f"a metric must be a string with a number, not {name!r}: {value!r}")
+    metrics = checked_metrics(metrics)
     if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
         raise ValueError(f"{count(len(metrics), 'metric')} and their names do not fit into the record of a commit")
     return {name: _number_of(name, value) for name, value in metrics.items()}
+
+
+def checked_metrics(metrics: Mapping[str, SupportsFloat] | None) -> Mapping[str, SupportsFloat]:
+    """The `metrics`; empty for None. Raises `TypeError` unless they are names with numbers; reads none of these."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics must be a dict of numbers, such as {{'loss': 0.5}}, not {metrics!r}")
+    for name, value in metrics.items():
+        if type(name) is not str:
+            raise TypeError(f"the name of a metric must be a string, not {kind_of(name)}: {name!r}")
+        if not isinstance(value, SupportsFloat):
+            raise TypeError(f"metric {name!r} must be a number, not {kind_of(value)}: {value!r}")
+    return metrics
 
 
 def _number_of(name: str, value: SupportsFloat) -> float:

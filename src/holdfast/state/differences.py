@@ -362,7 +362,8 @@ _ACTIONS = {
     ),
     "incompatible.per_rank": (
         "Load with the same number of ranks, or choose with PerRank(value, on_resize=...) the value of each rank: "
-        '"first" (the value of rank 0), or a function of all parts.'
+        '"first" (the value of rank 0), or a function of all parts. For data, put an order of holdfast.data, such as '
+        "GlobalOrder, into the state in place of the loader: it goes on with any number of ranks."
     ),
     "incompatible.meta": (
         'Fill the missing part by the mapping (fill="zero"), or give the tensor memory and values before the load.'

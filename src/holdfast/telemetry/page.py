@@ -90,8 +90,8 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
         tiles.append((duration(median(durable)), "until a save is durable (median)"))
     steps = step_figures(picture.job.steps)
     if steps is not None:
-        during = f"step time while a save is under way (median of {count(steps.num_saving, 'step')})"
-        tiles.append((f"{100 * steps.slowdown:+.1f} %", during))
+        during = f"longer step time while a save is under way ({count(steps.num_saving, 'step')})"
+        tiles.append((steps.slowdown_text, during))
     if to_storage:
         tiles.append((f"{_num_lost(to_storage):,} of {len(to_storage):,}", "saves failed or were skipped"))
     if alone:
@@ -157,7 +157,7 @@ def _timelines(saves: Sequence[JobSave]) -> list[str]:
 def _times(saves: Sequence[JobSave]) -> list[str]:
     durable = [(float(save.step), save.durable_s) for save in saves if save.durable_s is not None]
     alone = [save for save in saves if save.memory_only]
-    kinds = ("to storage", [save for save in saves if not save.memory_only]), ("to memory alone", alone)
+    kinds = ("durable save", [save for save in saves if not save.memory_only]), ("memory alone", alone)
     blocked = [
         Curve(name, [(float(save.step), save.blocked_s) for save in kind], number)
         for number, (name, kind) in enumerate(kinds)

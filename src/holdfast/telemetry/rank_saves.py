@@ -99,8 +99,10 @@ class RankRestore(NamedTuple):
 
 
 class RankSteps(NamedTuple):
-    """The median times of steps of one rank up to `step`, at a moment in unix seconds."""
+    """The median times of steps of one rank up to `step`, at a moment in unix seconds. `process` is that of a job."""
 
+    host: str
+    process: int
     rank: int
     step: int
     at_s: float
@@ -162,9 +164,8 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
             case "StepsTimed" if step is not None:
                 numbers, seconds = record.numbers, record.seconds
                 quiet = numbers.get("quiet", 0), seconds.get("quiet", 0.0)
-                found.steps.append(
-                    RankSteps(record.rank, step, at_s, *quiet, numbers.get("saving", 0), seconds.get("saving", 0.0))
-                )
+                saving = numbers.get("saving", 0), seconds.get("saving", 0.0)
+                found.steps.append(RankSteps(record.host, record.process, record.rank, step, at_s, *quiet, *saving))
             case "EventsDropped":
                 num_dropped += record.numbers.get("dropped", 0)
             case _ if step in saves:

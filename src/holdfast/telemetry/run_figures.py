@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
@@ -16,6 +17,12 @@ from holdfast.telemetry.rank_saves import RankRestore, RankSave, RankSteps
 BLOCKED, DURABLE = "blocked", "durable"
 #: The phases in their order: of saves into memory, then of saves to storage.
 _PHASES: Final = ("agree", "memory", "copy", "seal", "store", "describe", "plan", "compare", "write", "commit")
+#: For values of a normal distribution: the standard error of their median times the root of their number, and their
+#: standard deviation, in standard deviations and in median absolute deviations.
+_ERROR_OF_MEDIAN: Final = 1.2533
+_DEVIATION: Final = 1.4826
+#: A difference of so many standard errors is more than chance.
+_NUM_ERRORS: Final = 2
 
 
 class RecordedHistory(NamedTuple):
@@ -219,22 +226,56 @@ def newest_in_memory(saves: Iterable[JobSave], restores: Iterable[RankRestore]) 
 
 
 class StepFigures(NamedTuple):
-    """The median times of steps without a save under way, and with one."""
+    """The median time of a step without a save under way, in the newest job; and by which share of that time a save
+    under way makes `num_saving` steps slower. ``slowdown`` is None where chance alone may explain what was measured."""
 
     quiet_s: float
-    saving_s: float
+    slowdown: float | None
     num_saving: int
 
     @property
-    def slowdown(self) -> float:
-        """The share by which a save under way slows a step down."""
-        return self.saving_s / self.quiet_s - 1 if self.quiet_s else 0.0
+    def slowdown_text(self) -> str:
+        """The slow-down for humans."""
+        return "not measurable" if self.slowdown is None else f"{100 * self.slowdown:+.1f} %"
 
 
 def step_figures(steps: Iterable[RankSteps]) -> StepFigures | None:
-    """The figures of all steps; None where there were none of one of the two kinds."""
-    found = list(steps)
-    quiet = [each.quiet_s for each in found if each.num_quiet]
-    saving = [each.saving_s for each in found if each.num_saving]
+    """The figures of all steps; None where no process had steps of both kinds.
+
+    Each process is compared with itself alone, because the steps of another job may take another time.
+    """
+    processes: dict[tuple[str, int], list[RankSteps]] = {}
+    for each in sorted(steps, key=lambda each: each.at_s):
+        processes.setdefault((each.host, each.process), []).append(each)
+    found = [own for each in processes.values() if (own := _compared(each)) is not None]
     num_saving = sum(each.num_saving for each in found)
-    return StepFigures(median(quiet), median(saving), num_saving) if quiet and saving else None
+    if not found:
+        return None
+    usual_s = sum(each.num_saving * each.quiet_s for each in found)
+    more_s = sum(each.num_saving * each.more_s for each in found)
+    error_s = math.hypot(*(each.num_saving * each.error_s for each in found))
+    slowdown = more_s / usual_s if usual_s and more_s > _NUM_ERRORS * error_s else None
+    newest_s = next(own.quiet_s for each in reversed(processes.values()) if (own := _compared(each)) is not None)
+    return StepFigures(newest_s, slowdown, num_saving)
+
+
+class _ComparedSteps(NamedTuple):
+    """The steps of one process: the median without a save, by how much those with one take longer, and the standard
+    error of that, as far as it is known."""
+
+    quiet_s: float
+    num_saving: int
+    more_s: float
+    error_s: float
+
+
+def _compared(steps: Sequence[RankSteps]) -> _ComparedSteps | None:
+    """The comparison of the `steps` of one process; None where there were none of one of the two kinds."""
+    quiet = [each.quiet_s for each in steps if each.num_quiet]
+    saving = [each.saving_s for each in steps if each.num_saving]
+    if not quiet or not saving:
+        return None
+    quiet_s = median(quiet)
+    deviation_s = _DEVIATION * median([abs(each - quiet_s) for each in quiet])
+    error_s = _ERROR_OF_MEDIAN * deviation_s * math.sqrt(1 / len(quiet) + 1 / len(saving))
+    return _ComparedSteps(quiet_s, sum(each.num_saving for each in steps), median(saving) - quiet_s, error_s)

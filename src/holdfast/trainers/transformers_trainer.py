@@ -128,7 +128,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
             error = RuntimeError("training begins anew")
             self.__exit__(RuntimeError, error, None)
         _check_arguments(args, state)
-        keep = self._keep or _keep_of(args)
+        keep = _keep_of(args) if self._keep is None else self._keep
         position = LoaderPosition(
             parts["train_dataloader"],
             group=args.gradient_accumulation_steps,
@@ -148,7 +148,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
             timeout_s=self._timeout_s,
         )
         with self._giving_up():
-            best = {part.metric for part in parts_of(keep) if isinstance(part, KeepBest)} if keep else set()
+            best = {part.metric for part in parts_of(keep) if isinstance(part, KeepBest)} if keep is not None else set()
             self._job = _Job(self._checkpointer, position, records, best, is_given=self._save is not None)
             self.report = self._job.begin(args, state, at=self._at)
 
