@@ -23,7 +23,7 @@ from tests.project.test_guides import Call, example
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "ray.md"
-#: What Ray puts before a line of a worker, with colours.
+#: Colours, and what Ray puts before a line of a worker.
 _COLOUR, _TELLER = re.compile(r"\x1b\[\d+m"), re.compile(r"^\(RayTrainWorker pid=\d+\) ")
 _NUM_STEPS = 600
 
