@@ -2,12 +2,14 @@
 
     torchrun --standalone --nproc_per_node 3 -m tests.interop.deepspeed_jobs save FOLDER CASE...
     torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs load FOLDER FROM:TO...
+    torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs stock FOLDER FROM:TO...
 
 ``save`` trains an engine of each case for four steps, saves it into FOLDER/CASE/run, and writes what the live engine
 holds beside it. It counts the bytes that collectives send meanwhile. Then the engine trains on, and what it holds two
 steps later is written too. ``load`` builds a fresh engine of the case TO, loads the run of the case FROM into it, and
 compares everything with these files by bits; where the case and the number of ranks are the same, after two more steps
-also. What it finds is printed as JSON by rank 0.
+also. ``stock`` does the same with DeepSpeed's own loader and the universal folder FOLDER/FROM/universal. What a job
+finds is written as JSON by rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
+from tests.interop.deepspeed_model import TWO_GROUPS
 from tests.interop.write_deepspeed import BF16, CASES, FP16, SLOTS, kept_values, live_values, new_engine, train
 from tests.support.collectives import counted
 
@@ -35,6 +38,10 @@ CASES |= {
     "zero0-bf16": BF16,
     "zero0-fp16": FP16,
     "zero3-fp16": {**FP16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+}
+CASES |= {
+    "zero1-fp16-two": {**CASES["zero2-round-robin-two"], "zero_optimization": {"stage": 1}},
+    "zero3-fp16-two": {**CASES["zero3-fp16"], "groups": TWO_GROUPS},
 }
 
 
@@ -122,6 +129,42 @@ def load(folder: Path, source: str, target: str) -> dict[str, Any]:
     return result
 
 
+def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Let DeepSpeed load a universal folder into a fresh engine, and compare, before and after what the guide adds."""
+    universal = folder / source / "universal"
+    engine = new_engine({**CASES[target], "checkpoint": {"load_universal": True}}, seed=99)
+    path, client = engine.load_checkpoint(str(universal))
+    expected = torch.load(folder / source / "expected.pt", weights_only=False)
+    found = held(engine, target)
+    stage = stage_of(target)
+    by_itself = {name for name in expected["held"].keys() & found.keys() if not name.endswith("/kept")}
+    result: dict[str, Any] = {
+        "differing": sorted(by_itself & set(differences(expected["held"], found))),
+        "compared": len(by_itself),
+        "casts": list(cast_faults(engine, found)),
+        "epoch": client["epoch"],
+        "path": os.path.basename(path),
+    }
+    complete(engine, universal)
+    result["kept"] = list(differences(expected["held"], held(engine, target)))
+    mine, theirs = values_of(engine), dict(expected["values"])
+    if stage == 1 and "grad_accum_dtype" in str(CASES[target]):
+        mine["scale"] = theirs["scale"]  # `BF16_Optimizer` has none
+    result["values"] = mine == theirs
+    result["here"], result["there"] = repr(mine), repr(theirs)
+    if source == target and expected["ranks"] == dist.get_world_size():
+        train(engine, 2, first=4)
+        result["after"] = list(differences(expected["after"], held(engine, target)))
+    return result
+
+
+def complete(engine: Any, universal: Path) -> None:
+    """What the guide adds to the load of a universal folder."""
+    page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
+    (added,) = (part for part in page.split("```") if part.startswith("py\n# after engine.load_checkpoint"))
+    exec(added.removeprefix("py\n"), {"engine": engine, "folder": universal, "torch": torch})
+
+
 def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Iterator[str]:
     """The names of what both stages hold, and hold differently."""
     for name in sorted(expected.keys() & found.keys()):
@@ -148,6 +191,9 @@ def cast_faults(engine: Any, found: dict[str, torch.Tensor]) -> Iterator[str]:
                 yield name
 
 
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "stock": stock}
+
+
 def main(verb: str, folder: Path, cases: list[str]) -> None:
     """Run one verb for several cases."""
     # Else DeepSpeed compiles C++ for its own collectives in shared memory, which takes minutes and a compiler.
@@ -157,7 +203,7 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
     deepspeed.init_distributed("gloo")
     results = {}
     for case in cases:
-        results[case] = save(folder, case) if verb == "save" else load(folder, *case.split(":"))
+        results[case] = VERBS[verb](folder, *case.split(":"))
     if dist.get_rank() == 0:
         (folder / f"{verb}.json").write_text(json.dumps(results, default=str))
     dist.barrier()

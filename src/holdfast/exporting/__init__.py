@@ -36,9 +36,9 @@ __all__ = ["export"]
 
 #: Most bytes of tensors in one new file, as Hugging Face has it.
 SHARD_NBYTES: Final = 5_000_000_000
-_FORMATS: Final = ("hf", "peft", "dcp", "megatron")
-#: Those that have optimizers and values, too; their metadata consists of torch's own classes.
-_WITH_VALUES: Final = ("dcp", "megatron")
+_FORMATS: Final = ("hf", "peft", "dcp", "megatron", "deepspeed-universal")
+#: Those that have optimizers and values, too; they need torch's own classes.
+_WITH_VALUES: Final = ("dcp", "megatron", "deepspeed-universal")
 
 
 def export(
@@ -153,8 +153,12 @@ def _folder(
         from holdfast.exporting.megatron_folder import megatron_folder  # as below
 
         return megatron_folder(choice, state, shard_nbytes=shard_nbytes)
+    if to == "deepspeed-universal":
+        from holdfast.exporting.universal_folder import universal_folder  # as the next one, it imports torch
+
+        return universal_folder(choice, state)
     if to == "dcp":
-        from holdfast.exporting.dcp_folder import dcp_folder  # it imports torch, which no other format needs
+        from holdfast.exporting.dcp_folder import dcp_folder
 
         return dcp_folder(choice, identity=identity, shard_nbytes=shard_nbytes)
     source = None if config is None else Path(config)

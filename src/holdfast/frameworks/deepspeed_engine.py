@@ -27,8 +27,10 @@ _ENGINE: Final = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 #: Engines that are derived from it and hold their model in other ways.
 _OTHERS: Final = frozenset(("PipelineEngine", "DeepSpeedHybridEngine"))
 _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-#: The attributes of loss scalers that change while a job trains; all others are options of the job.
+#: The attributes of loss scalers that change while a job trains; all others are options of the job. A save notes the
+#: options, for DeepSpeed's own folders have them; a load leaves them as they are.
 _SCALER: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OPTIONS: Final = "scaler_options"
 
 
 class DeepSpeedAdapter:
@@ -74,7 +76,8 @@ def _describe(path: str, engine: Any, sink: Sink) -> Iterator[str]:
             describe_slots(optimizer, flats, _canonical(state), sink)
             yield "optimizer"
     yield from _describe_live(scheduler, engine.lr_scheduler, sink)
-    for key, values in (("scaling", _scaling(engine)), ("engine", _counters(engine))):
+    noted = (("scaling", _scaling(engine)), (_OPTIONS, _scaler_options(engine)), ("engine", _counters(engine)))
+    for key, values in noted:
         if values and sink.wants(join(path, key)):
             sink.tree(join(path, key), values)
             yield key
@@ -110,6 +113,8 @@ def _bind(path: str, engine: Any, source: BindingSource) -> Finish:
     if scaling:
         steps.append(source.live(join(path, "scaling"), scaling))
     steps.append(source.live(join(path, "engine"), counters))
+    for name in source.stored_below(join(path, _OPTIONS)):
+        source.mark(name)
 
     def finish() -> object:
         for step in steps:
@@ -151,6 +156,13 @@ def _scaling(engine: Any) -> dict[str, object]:
     if autocast is not None:
         found["grad_scaler"] = autocast
     return found
+
+
+def _scaler_options(engine: Any) -> dict[str, object]:
+    """The options of a dynamic loss scaler that DeepSpeed writes as an object; empty without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    found = {} if scaler is None or not scaler.dynamic else vars(scaler)
+    return {key: value for key, value in found.items() if key not in _SCALER}
 
 
 def _counters(engine: Any) -> dict[str, object]:
