@@ -37,13 +37,24 @@ CROSSED = [
 ]
 
 
-def job(ranks: int, verb: str, folder: Path, *cases: str) -> dict[str, Any]:
-    """Run a job of `deepspeed_jobs`, and return what it found."""
+def on_ranks(ranks: int, module: str, *arguments: str) -> None:
+    """Run a module on several ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "tests.interop.deepspeed_jobs", verb, str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command += ["-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def written(folder: Path, case: str, ranks: int) -> Path:
+    """A folder that DeepSpeed's own `save_checkpoint` writes."""
+    on_ranks(ranks, "tests.interop.write_deepspeed", str(folder), case)
+    return folder / f"{case}-on-{ranks}"
+
+
+def job(ranks: int, verb: str, folder: Path, *cases: str) -> dict[str, Any]:
+    """Run a job of `deepspeed_jobs`, and return what it found."""
+    on_ranks(ranks, "tests.interop.deepspeed_jobs", verb, str(folder), *cases)
     found: dict[str, Any] = json.loads((folder / f"{verb}.json").read_text())
     return found
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from holdfast.errors import HoldfastError
 from holdfast.format import values
 from holdfast.format.names import is_rank_component, join, parse_component, split
+from holdfast.format.patterns import Globs
 from holdfast.format.values import Items, Leaf, Node, TableNode
 
 #: A path in nested containers: keys of dicts as texts, indexes of lists.
 KeyPath = tuple[str | int, ...]
 
 
-def readable_nodes(nodes: Mapping[str, Node], select: Container[str]) -> dict[str, Node]:
+def readable_nodes(nodes: Mapping[str, Node], select: Globs) -> dict[str, Node]:
     """The nodes without those that cannot be read and that `select` leaves out. Raises the error of any other."""
     found: dict[str, Node] = {}
     left_out: dict[str, set[str]] = {}

@@ -16,7 +16,7 @@ import torch
 from holdfast.exporting.chosen_tensors import ExportTensor
 from holdfast.exporting.element_source import GivenSegment, Segment, TensorSegment
 from holdfast.exporting.new_folder import NewFile, Trailer
-from holdfast.geometry import Box, whole
+from holdfast.geometry import Box, Shape, whole
 
 #: Where the bytes of a tensor begin in a file: at multiples of this.
 _ALIGNMENT: Final = 64
@@ -87,6 +87,13 @@ def archive_file(name: str, value: object) -> NewFile:
     return NewFile(name, b"", archive.segments, archive.trailers)
 
 
+def archived(value: object) -> bytes:
+    """The content of the file that ``torch.save(value)`` writes, for a value that holds no `ArchivedTensor`."""
+    (segment,) = TensorArchive(value, start=0).segments
+    assert isinstance(segment, GivenSegment)
+    return segment.data
+
+
 class _ArchivedFile(NamedTuple):
     """A file in an archive: where its header lies, and what the directory says of it."""
 
@@ -124,14 +131,17 @@ class TensorArchive:
         self.segments: list[Segment] = []
         self.trailers: list[Trailer] = []
         data, tensors = _pickled(value)
-        files = (("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n"))
+        files = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
+        files += [(f"data/{number}", part) for number, part in enumerate(tensors) if isinstance(part, bytes)]
+        stored = {number: part for number, part in enumerate(tensors) if isinstance(part, ArchivedTensor)}
         known = b"".join(self._known(f"archive/{name}", content, before) for name, content, before in _placed(files))
-        if not tensors:
+        if not stored:
             self._add(known + self._directory(self._entries, len(known)))
             return
-        for number, part in enumerate(tensors):
-            begun = self._begin(f"archive/data/{number}", part.nbytes, len(known) if number == 0 else self._behind)
-            if number == 0:
+        for number, part in stored.items():
+            is_first = not self._tensors
+            begun = self._begin(f"archive/data/{number}", part.nbytes, len(known) if is_first else self._behind)
+            if is_first:
                 self._add(known + begun)
             else:
                 self._follow(begun)
@@ -231,7 +241,10 @@ class _StorageStub(NamedTuple):
 
 
 class _ArchivePickler(pickle._Pickler):  # noqa: SLF001 - only the one in Python can name a class that is not there
-    """A pickler that puts the calls that rebuild tensors in place of each `ArchivedTensor`."""
+    """A pickler that puts the calls that rebuild a tensor in place of each `ArchivedTensor` and of each live tensor.
+
+    `tensors` gets the content of each storage, by its number.
+    """
 
     write: Callable[[bytes], object]
     memoize: Callable[[object], object]
@@ -239,13 +252,24 @@ class _ArchivePickler(pickle._Pickler):  # noqa: SLF001 - only the one in Python
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=2)
         self._numbers: dict[tuple[str, Box], int] = {}
-        self.tensors: list[ArchivedTensor] = []
+        self.tensors: list[ArchivedTensor | bytes] = []
 
     def persistent_id(self, item: object) -> object:
         return item.reference if isinstance(item, _StorageStub) else None
 
     def reducer_override(self, item: object) -> Any:
-        return self._rebuilt(item) if isinstance(item, ArchivedTensor) else NotImplemented
+        if isinstance(item, ArchivedTensor):
+            # Equal parts share a storage.
+            number = self._numbers.setdefault((item.tensor.name, item.box), len(self.tensors))
+            if number == len(self.tensors):
+                self.tensors.append(item)
+            return _rebuilt(item.tensor.dtype, item.box.size, number, item.nbytes)
+        if isinstance(item, torch.Tensor):
+            data = item.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            self.tensors.append(data)
+            dtype = str(item.dtype).removeprefix("torch.")
+            return _rebuilt(dtype, tuple(item.shape), len(self.tensors) - 1, len(data))
+        return NotImplemented
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, _PickledByName):
@@ -254,26 +278,22 @@ class _ArchivePickler(pickle._Pickler):  # noqa: SLF001 - only the one in Python
         else:
             cast(Any, super()).save_global(obj, name)
 
-    def _rebuilt(self, part: ArchivedTensor) -> tuple[object, tuple[object, ...]]:
-        """The function and the arguments that rebuild a contiguous tensor. Equal parts share a storage."""
-        number = self._numbers.setdefault((part.tensor.name, part.box), len(self.tensors))
-        if number == len(self.tensors):
-            self.tensors.append(part)
-        dtype, shape, nbytes = part.tensor.dtype, part.box.size, part.nbytes
-        strides = tuple(accumulate(reversed(shape[1:]), lambda one, other: one * max(other, 1), initial=1))[::-1]
-        hooks: OrderedDict[str, object] = OrderedDict()
-        layout = (0, shape, strides if shape else (), False, hooks)
-        kind = getattr(torch, dtype)
-        if dtype in _STORAGES:
-            numel = nbytes // kind.itemsize
-            storage = _StorageStub(("storage", getattr(torch, _STORAGES[dtype]), str(number), "cpu", numel))
-            return torch._utils._rebuild_tensor_v2, (storage, *layout)  # noqa: SLF001 - the format names it
-        storage = _StorageStub(("storage", torch.UntypedStorage, str(number), "cpu", nbytes))
-        return torch._utils._rebuild_tensor_v3, (storage, *layout, kind)  # noqa: SLF001 - the format names it
+
+def _rebuilt(dtype: str, shape: Shape, number: int, nbytes: int) -> tuple[object, tuple[object, ...]]:
+    """The function and the arguments that rebuild a contiguous tensor with the storage of this number."""
+    strides = tuple(accumulate(reversed(shape[1:]), lambda one, other: one * max(other, 1), initial=1))[::-1]
+    hooks: OrderedDict[str, object] = OrderedDict()
+    layout = (0, shape, strides if shape else (), False, hooks)
+    kind = getattr(torch, dtype)
+    if dtype in _STORAGES:
+        reference = ("storage", getattr(torch, _STORAGES[dtype]), str(number), "cpu", nbytes // kind.itemsize)
+        return torch._utils._rebuild_tensor_v2, (_StorageStub(reference), *layout)  # noqa: SLF001 - the format names it
+    storage = _StorageStub(("storage", torch.UntypedStorage, str(number), "cpu", nbytes))
+    return torch._utils._rebuild_tensor_v3, (storage, *layout, kind)  # noqa: SLF001 - the format names it
 
 
-def _pickled(value: object) -> tuple[bytes, list[ArchivedTensor]]:
-    """The pickle that ``torch.save`` writes for `value`, and the tensors in it, in the order of their storages."""
+def _pickled(value: object) -> tuple[bytes, list[ArchivedTensor | bytes]]:
+    """The pickle that ``torch.save`` writes for `value`, and the content of the storages in their order."""
     out = io.BytesIO()
     pickler = _ArchivePickler(out)
     pickler.dump(value)

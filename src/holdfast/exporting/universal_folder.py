@@ -13,7 +13,6 @@ DeepSpeed's own converter writes another form for ZeRO-3 than for the other stag
 
 from __future__ import annotations
 
-import io
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -24,7 +23,7 @@ from holdfast.checkpoint.stored_state import StoredState
 from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
 from holdfast.exporting.element_source import small_contents
 from holdfast.exporting.new_folder import NewFile, NewFolder
-from holdfast.exporting.tensor_archives import archive_file, named_object, whole_tensor
+from holdfast.exporting.tensor_archives import archive_file, archived, named_object, whole_tensor
 from holdfast.exporting.training_parts import TrainedParameter, TrainingParts, training_parts
 
 #: The version of DeepSpeed whose loader this was tested with. It refuses folders that name none.
@@ -50,7 +49,7 @@ def universal_folder(choice: ChosenContent, state: StoredState) -> NewFolder:
     tag = f"global_step{described['global_steps']}_universal"
     first = {}
     if step is not None:
-        saved = _saved(step)
+        saved = archived(step)
         first = {f"{tag}/zero/{name}/step.pt": saved for each in parts.trained for name in each.names}
     files = list(_tensor_files(f"{tag}/zero", choice, parts.trained))
     files.append(archive_file(f"{tag}/zero/optimizer_state.pt", _optimizer_state(parts, step, described["ds_version"])))
@@ -94,12 +93,6 @@ def _step(state: StoredState, trained: Sequence[TrainedParameter]) -> int | torc
     return step
 
 
-def _saved(value: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
-
 def _described(parts: TrainingParts, engine: Mapping[str, object], step: int) -> dict[str, object]:
     """The content of a file of model states, without the module."""
     groups: list[OrderedDict[str, torch.Size]] = [OrderedDict() for _ in parts.groups]
@@ -108,7 +101,7 @@ def _described(parts: TrainingParts, engine: Mapping[str, object], step: int) ->
         groups[each.group][each.names[0]] = torch.Size(each.master.shape)
         shared.update(dict.fromkeys(each.names[1:], each.names[0]))
     own: dict[str, object] = {
-        "module": OrderedDict[str, object](),
+        "module": OrderedDict(),
         "buffer_names": [],
         "optimizer": None,
         "param_shapes": groups,

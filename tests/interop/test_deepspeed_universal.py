@@ -1,0 +1,113 @@
+"""Stock DeepSpeed loads the universal folders that holdfast exports, at each stage and on other numbers of ranks.
+
+``make test-deepspeed`` runs these, in an environment of their own. `tests/exporting/test_universal_folder.py` has a
+core of them without DeepSpeed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import holdfast
+from tests.interop.deepspeed_model import TWO_GROUPS, TiedNet, grouped
+from tests.interop.test_deepspeed_engines import job, written
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
+
+SAVED = [
+    *("zero1-two", "zero2-two", "zero2-round-robin-two", "zero3-two", "zero3-fp16-two", "bf16-optimizer-two"),
+    "zero1-fp16-two",
+]
+CROSSED = [
+    *(
+        "zero1-two:zero1-two",
+        "zero1-two:zero2-two",
+        "zero1-two:zero3-two",
+        "zero2-two:zero2-two",
+        "zero2-two:zero3-two",
+    ),
+    *("zero3-two:zero3-two", "zero3-two:zero1-two", "zero3-two:zero2-two", "zero3-two:bf16-optimizer-two"),
+    *("bf16-optimizer-two:bf16-optimizer-two", "bf16-optimizer-two:zero3-two", "zero3-fp16-two:zero3-fp16-two"),
+    *("zero2-round-robin-two:zero1-fp16-two", "zero2-round-robin-two:zero3-fp16-two", "zero3-fp16-two:zero1-fp16-two"),
+]
+#: Cases of `write_deepspeed`, whose folders become universal ones, and the targets of each.
+NATIVE = {
+    "zero1-two": ("zero1-two", "zero3-two"),
+    "zero2-round-robin-two": ("zero1-fp16-two", "zero3-fp16-two"),
+    "zero3-two": ("zero2-two", "zero3-two"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of engines on two ranks, each with a universal folder beside it."""
+    folder = tmp_path_factory.mktemp("universal")
+    for case in SAVED:
+        (folder / case).mkdir()
+    job(2, "save", folder, *SAVED)
+    for case in SAVED:
+        holdfast.export(folder / case / "run", folder / case / "universal", "deepspeed-universal")
+    return folder
+
+
+def check(results: dict[str, Any]) -> None:
+    for pair, found in results.items():
+        assert found["compared"] >= 27, pair
+        assert (found["differing"], found["casts"], found["kept"]) == ([], [], []), pair
+        assert found["values"], (pair, found["here"], found["there"])
+        assert found["epoch"] == 3, pair
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_stock_deepspeed_loads_an_export_at_each_stage(saved: Path, ranks: int) -> None:
+    check(job(ranks, "stock", saved, *CROSSED))
+
+
+def test_stock_deepspeed_goes_on_to_the_bits_of_the_engine_that_was_saved(saved: Path) -> None:
+    cases = ("zero1-two", "zero2-two", "zero3-two", "zero3-fp16-two", "zero1-fp16-two", "bf16-optimizer-two")
+    results = job(2, "stock", saved, *(f"{case}:{case}" for case in cases))
+    check(results)
+    assert {pair: found["after"] for pair, found in results.items()} == {f"{case}:{case}": [] for case in cases}
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_a_native_folder_goes_on_at_other_stages_on_other_ranks(tmp_path: Path, case: str) -> None:
+    folder = written(tmp_path, case, 3)
+    chosen = ["model", "optimizer", "lr_scheduler", "engine", "scaling", "client_state/epoch"]
+    holdfast.export(folder, folder / "universal", "deepspeed-universal", select=chosen)
+    held = torch.load(folder / "expected.pt", weights_only=True)
+    torch.save({"held": held, "values": None, "ranks": 3}, folder / "expected.pt")
+    for pair, found in job(2, "stock", tmp_path, *(f"{folder.name}:{target}" for target in NATIVE[case])).items():
+        assert (found["differing"], found["casts"], found["kept"]) == ([], [], []), pair
+        assert (found["epoch"], found["counters"]) == (3, [4, 24, 0]), pair
+
+
+def test_a_plain_training_goes_on_in_stock_deepspeed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = TiedNet()
+    optimizer = torch.optim.AdamW(grouped(model, TWO_GROUPS), lr=1e-2)
+    scheduler = LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(TWO_GROUPS))
+    model(torch.arange(6).reshape(2, 3)).square().mean().backward()
+    optimizer.step()
+    scheduler.step()
+    state = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "epoch": 3}
+    (tmp_path / "plain").mkdir()
+    holdfast.save(tmp_path / "run", state, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "plain/universal", "deepspeed-universal")
+    held = {
+        f"{name}/kept": tensor
+        for name, tensor in (*model.named_buffers(), ("frozen.weight", model.frozen.weight.bfloat16()))
+    }
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            held[f"{name}/master"] = parameter.detach()
+            held |= {f"{name}/{slot}": optimizer.state[parameter][slot] for slot in ("exp_avg", "exp_avg_sq")}
+    torch.save({"held": held, "values": None, "ranks": 1}, tmp_path / "plain/expected.pt")
+    for pair, found in job(2, "stock", tmp_path, "plain:zero1-two", "plain:zero3-two").items():
+        assert (found["differing"], found["casts"]) == ([], []), pair
+        assert (found["epoch"], found["counters"]) == (3, [1, 0, 0]), pair
