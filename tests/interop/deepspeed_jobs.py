@@ -2,14 +2,15 @@
 
     torchrun --standalone --nproc_per_node 3 -m tests.interop.deepspeed_jobs save FOLDER CASE...
     torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs load FOLDER FROM:TO...
+    torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs native FOLDER FROM:TO...
     torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs stock FOLDER FROM:TO...
 
 ``save`` trains an engine of each case for four steps, saves it into FOLDER/CASE/run, and writes what the live engine
 holds beside it. It counts the bytes that collectives send meanwhile. Then the engine trains on, and what it holds two
 steps later is written too. ``load`` builds a fresh engine of the case TO, loads the run of the case FROM into it, and
 compares everything with these files by bits; where the case and the number of ranks are the same, after two more steps
-also. ``stock`` does the same with DeepSpeed's own loader and the universal folder FOLDER/FROM/universal. What a job
-finds is written as JSON by rank 0.
+also. ``native`` loads the folder FOLDER/FROM, which DeepSpeed wrote, into such an engine. ``stock`` has DeepSpeed's own
+loader load the universal folder FOLDER/FROM/universal. What a job finds is written as JSON by rank 0.
 """
 
 from __future__ import annotations
@@ -129,6 +130,32 @@ def load(folder: Path, source: str, target: str) -> dict[str, Any]:
     return result
 
 
+def native(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Load a folder of DeepSpeed itself, or a universal one, into a fresh engine, as the guide does it, and compare."""
+    torch.manual_seed(7)
+    engine = new_engine(CASES[target], seed=99)
+    state = {"engine": engine, "client_state": {"epoch": 0}}
+    page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
+    (shown,) = (part for part in page.split("```") if part.startswith("py\nrules ="))
+    names: dict[str, Any] = {"holdfast": holdfast, "state": state, "folder": folder / source}
+    exec(shown.removeprefix("py\n"), names)
+    report: holdfast.LoadReport = names["report"]
+    expected = torch.load(folder / source / "expected.pt", weights_only=True)
+    found = held(engine, target)
+    return {
+        "differing": list(differences(expected, found)),
+        "compared": len(expected.keys() & found.keys()),
+        "casts": list(cast_faults(engine, found)),
+        "counters": [*values_of(engine)["counters"], engine.micro_steps],
+        "epoch": state["client_state"]["epoch"],
+        "scale": values_of(engine)["scale"],
+        "rates": [group["lr"] for group in values_of(engine)["groups"]],
+        "steps": values_of(engine)["steps"],
+        "scheduler": values_of(engine)["scheduler"],
+        "missing": [*report.missing, *report.unexpected],
+    }
+
+
 def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
     """Let DeepSpeed load a universal folder into a fresh engine, and compare, before and after what the guide adds."""
     universal = folder / source / "universal"
@@ -189,7 +216,7 @@ def cast_faults(engine: Any, found: dict[str, torch.Tensor]) -> Iterator[str]:
                 yield name
 
 
-VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "stock": stock}
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "native": native, "stock": stock}
 
 
 def main(verb: str, folder: Path, cases: list[str]) -> None:

@@ -6,6 +6,10 @@ core of them without DeepSpeed.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +77,43 @@ def test_stock_deepspeed_goes_on_to_the_bits_of_the_engine_that_was_saved(saved:
     results = job(2, "stock", saved, *(f"{case}:{case}" for case in cases))
     check(results)
     assert {pair: found["after"] for pair, found in results.items()} == {f"{case}:{case}": [] for case in cases}
+
+
+def check_native(results: dict[str, Any], scale: list[int] | None) -> None:
+    for pair, found in results.items():
+        assert found["compared"] >= 27, pair
+        assert (found["differing"], found["casts"], found["missing"]) == ([], [], []), pair
+        assert (found["counters"], found["epoch"], found["steps"], found["scheduler"]) == ([4, 24, 0, 4], 3, [4], 4), (
+            pair
+        )
+        assert (found["rates"], found["scale"]) == ([0.01 / 5, 0.02 / 5], scale), pair
+
+
+@pytest.mark.parametrize("case", NATIVE)
+def test_a_live_engine_goes_on_from_folders_of_deepspeed_at_other_stages(tmp_path: Path, case: str) -> None:
+    folder = written(tmp_path, case, 3)
+    pairs = [f"{folder.name}:{target}" for target in NATIVE[case]]
+    scale = [32.0, 4] if "round-robin" in case else None
+    check_native(job(2, "native", tmp_path, *pairs), scale)
+    tag = folder / "global_step4"
+    (folder / "latest").unlink()
+    shutil.move(tag, tmp_path / "moved")
+    if "round-robin" not in case:  # DeepSpeed's converter mixes up parameters there
+        convert(tmp_path / "moved", folder / "converted")
+        check_native(job(2, "native", tmp_path, *pairs), scale)
+        shutil.rmtree(folder / "converted")
+    chosen = ["model", "optimizer", "lr_scheduler", "engine", "scaling", "client_state/epoch"]
+    holdfast.export(tmp_path / "moved", tmp_path / "universal", "deepspeed-universal", select=chosen)
+    shutil.copytree(tmp_path / "universal", folder, dirs_exist_ok=True)
+    check_native(job(2, "native", tmp_path, *pairs), scale)
+
+
+def convert(tag: Path, target: Path) -> None:
+    """Convert a folder by DeepSpeed's own program."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(tag), "--output_folder", str(target)]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "DS_ACCELERATOR": "cpu"})
 
 
 @pytest.mark.parametrize("case", NATIVE)
