@@ -79,7 +79,7 @@ def test_stock_deepspeed_goes_on_to_the_bits_of_the_engine_that_was_saved(saved:
     assert {pair: found["after"] for pair, found in results.items()} == {f"{case}:{case}": [] for case in cases}
 
 
-def check_native(results: dict[str, Any], scale: list[int] | None) -> None:
+def check_native(results: dict[str, Any], scale: list[float] | None) -> None:
     for pair, found in results.items():
         assert found["compared"] >= 27, pair
         assert (found["differing"], found["casts"], found["missing"]) == ([], [], []), pair

@@ -66,10 +66,11 @@ def export(
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
     state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` and ``"deepspeed-universal"``
-    everything, values too, and ``"megatron"`` everything but random numbers. ``"hf"`` leaves out the containers that all names lie in, so that
-    ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once. `dtype` converts all floating
-    tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless it is one
-    tensor or an adapter; ``"deepspeed-universal"`` has a file for each tensor of the parameters of its only optimizer.
+    everything, values too, and ``"megatron"`` everything but random numbers. ``"hf"`` leaves out the containers that
+    all names lie in, so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once.
+    `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes`
+    bytes of tensors, unless it is one tensor or an adapter; ``"deepspeed-universal"`` has a file for each tensor of the
+    parameters of its only optimizer.
 
     `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for ``"hf"``; the copied
     ``config.json`` names `dtype`, where that is given. ``"peft"`` needs it: a folder whose ``adapter_config.json`` is
