@@ -40,6 +40,20 @@ CASES |= {
     "zero0-fp16": FP16,
     "zero3-fp16": {**FP16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
 }
+#: The optimizer's state lies in the memory of the host, and its step is torch's.
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+CASES |= {
+    f"zero{stage}-offload": {
+        **BF16,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage,
+            **OFFLOADED,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        },
+    }
+    for stage in (1, 2, 3)
+}
 CASES |= {
     "zero1-fp16-two": {**CASES["zero2-round-robin-two"], "zero_optimization": {"stage": 1}},
     "zero3-fp16-two": {**CASES["zero3-fp16"], "groups": TWO_GROUPS},

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CASES = [
     *("zero0", "zero0-bf16", "zero0-fp16", "zero1", "zero1-fp32", "zero1-aligned", "zero2", "zero2-round-robin"),
-    *("zero3", "zero3-fp16", "bf16-optimizer"),
+    *("zero3", "zero3-fp16", "bf16-optimizer", "zero1-offload", "zero2-offload", "zero3-offload"),
 ]
 #: What is saved, and what it is loaded into on other ranks: each stage into each other.
 CROSSED = [
@@ -33,6 +33,7 @@ CROSSED = [
     *("zero3:zero3", "zero3:zero1", "zero3:zero2", "zero3:bf16-optimizer", "bf16-optimizer:zero3"),
     *("bf16-optimizer:bf16-optimizer", "zero0-bf16:zero3", "zero3:zero0-bf16", "zero1-fp32:zero0", "zero0:zero1-fp32"),
     *("zero1:zero1-aligned", "zero1-aligned:zero1", "zero2-round-robin:zero2-round-robin"),
+    *("zero3-offload:zero1", "zero3:zero2-offload", "zero3:zero3-offload", "zero1-offload:zero3-offload"),
     *("zero2-round-robin:zero3-fp16", "zero3-fp16:zero2-round-robin"),
 ]
 
