@@ -27,6 +27,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from torch import nn
 
 import holdfast
 from tests.interop.deepspeed_model import TWO_GROUPS
@@ -197,6 +200,39 @@ def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
     return result
 
 
+class Routed(nn.Module):
+    """A module with a layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts(given)[0]
+        return found
+
+
+def refused(folder: Path, kind: str) -> dict[str, Any]:
+    """The error of a save of an engine that holds its state in ways of its own, and of a load into it."""
+    made: dict[str, Callable[[], nn.Module]] = {
+        "pipeline": lambda: PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss()),
+        "experts": Routed,
+    }
+    model = made[kind]()
+    config = {"train_micro_batch_size_per_gpu": 2}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    found = {}
+    for verb in (
+        lambda: holdfast.save(folder / "new", {"engine": engine}, 1),
+        lambda: holdfast.load(folder, {"engine": engine}),
+    ):
+        try:
+            verb()
+        except holdfast.HoldfastError as error:
+            found[len(found)] = str(error)
+    return {"errors": list(found.values()), "written": (folder / "new/checkpoints").exists()}
+
+
 def complete(engine: Any, universal: Path) -> None:
     """What the guide adds to the load of a universal folder."""
     page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
@@ -231,6 +267,7 @@ def cast_faults(engine: Any, found: dict[str, torch.Tensor]) -> Iterator[str]:
 
 
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "native": native, "stock": stock}
+VERBS["refused"] = refused
 
 
 def main(verb: str, folder: Path, cases: list[str]) -> None:

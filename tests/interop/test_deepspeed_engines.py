@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,18 @@ def test_an_engine_loads_at_another_stage_on_other_ranks(saved: tuple[Path, dict
     folder, _ = saved
     results = job(ranks, "load", folder, *CROSSED)
     check(results)
+
+
+def test_engines_that_hold_their_state_in_ways_of_their_own_are_refused_by_name(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = saved
+    shutil.copytree(folder / "zero1/run", tmp_path, dirs_exist_ok=True)
+    found = job(1, "refused", tmp_path, "pipeline", "experts")
+    for kind, said in (("pipeline", "is a PipelineEngine"), ("experts", "has layers of experts")):
+        assert len(found[kind]["errors"]) == 2, found
+        assert all(text.startswith("[state.engine]") and said in text for text in found[kind]["errors"]), found
+        assert not found[kind]["written"]
 
 
 def plain() -> dict[str, Any]:
