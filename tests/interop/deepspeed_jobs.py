@@ -221,7 +221,7 @@ def refused(folder: Path, kind: str) -> dict[str, Any]:
     model = made[kind]()
     config = {"train_micro_batch_size_per_gpu": 2}
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
-    found = {}
+    found: list[str] = []
     for verb in (
         lambda: holdfast.save(folder / "new", {"engine": engine}, 1),
         lambda: holdfast.load(folder, {"engine": engine}),
@@ -229,8 +229,8 @@ def refused(folder: Path, kind: str) -> dict[str, Any]:
         try:
             verb()
         except holdfast.HoldfastError as error:
-            found[len(found)] = str(error)
-    return {"errors": list(found.values()), "written": (folder / "new/checkpoints").exists()}
+            found.append(str(error))
+    return {"errors": found, "written": (folder / "new/checkpoints").exists()}
 
 
 def complete(engine: Any, universal: Path) -> None:
