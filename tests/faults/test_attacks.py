@@ -94,7 +94,7 @@ def names_in(tree: ast.AST) -> Iterator[str]:
 def test_nothing_that_turns_data_into_code_is_used(path: Path) -> None:
     used = set(names_in(ast.parse(path.read_text(encoding="utf-8"))))
     if "/".join(path.parts[-2:]) in WRITE_PICKLES:
-        used -= {"pickle", "pickle.dumps", "pickle.Pickler", "torch.save"}
+        used -= {"pickle", "pickle.dumps", "pickle.Pickler", "pickle._Pickler", "torch.save"}
         assert not any(name.startswith("pickle.") for name in used), "only writing runs nothing"
     assert not used & FORBIDDEN
     assert not used & {"torch.load", "torch.save", "numpy.load", "np.load", "__import__"}

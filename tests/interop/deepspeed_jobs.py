@@ -2,12 +2,15 @@
 
     torchrun --standalone --nproc_per_node 3 -m tests.interop.deepspeed_jobs save FOLDER CASE...
     torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs load FOLDER FROM:TO...
+    torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs native FOLDER FROM:TO...
+    torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_jobs stock FOLDER FROM:TO...
 
 ``save`` trains an engine of each case for four steps, saves it into FOLDER/CASE/run, and writes what the live engine
 holds beside it. It counts the bytes that collectives send meanwhile. Then the engine trains on, and what it holds two
 steps later is written too. ``load`` builds a fresh engine of the case TO, loads the run of the case FROM into it, and
 compares everything with these files by bits; where the case and the number of ranks are the same, after two more steps
-also. What it finds is printed as JSON by rank 0.
+also. ``native`` loads the folder FOLDER/FROM, which DeepSpeed wrote, into such an engine. ``stock`` has DeepSpeed's own
+loader load the universal folder FOLDER/FROM/universal. What a job finds is written as JSON by rank 0.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import PipelineModule
+from torch import nn
 
 import holdfast
+from tests.interop.deepspeed_model import TWO_GROUPS
 from tests.interop.write_deepspeed import BF16, CASES, FP16, SLOTS, kept_values, live_values, new_engine, train
 from tests.support.collectives import counted
 
@@ -35,6 +42,24 @@ CASES |= {
     "zero0-bf16": BF16,
     "zero0-fp16": FP16,
     "zero3-fp16": {**FP16, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+}
+#: The optimizer's state lies in the memory of the host, and its step is torch's.
+OFFLOADED: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}}
+CASES |= {
+    f"zero{stage}-offload": {
+        **BF16,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": stage,
+            **OFFLOADED,
+            **({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+        },
+    }
+    for stage in (1, 2, 3)
+}
+CASES |= {
+    "zero1-fp16-two": {**CASES["zero2-round-robin-two"], "zero_optimization": {"stage": 1}},
+    "zero3-fp16-two": {**CASES["zero3-fp16"], "groups": TWO_GROUPS},
 }
 
 
@@ -122,6 +147,99 @@ def load(folder: Path, source: str, target: str) -> dict[str, Any]:
     return result
 
 
+def native(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Load a folder of DeepSpeed itself, or a universal one, into a fresh engine, as the guide does it, and compare."""
+    torch.manual_seed(7)
+    engine = new_engine(CASES[target], seed=99)
+    state = {"engine": engine, "client_state": {"epoch": 0}}
+    page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
+    (shown,) = (part for part in page.split("```") if part.startswith("py\nrules ="))
+    names: dict[str, Any] = {"holdfast": holdfast, "state": state, "folder": folder / source}
+    exec(shown.removeprefix("py\n"), names)
+    report: holdfast.LoadReport = names["report"]
+    expected = torch.load(folder / source / "expected.pt", weights_only=True)
+    found = held(engine, target)
+    return {
+        "differing": list(differences(expected, found)),
+        "compared": len(expected.keys() & found.keys()),
+        "casts": list(cast_faults(engine, found)),
+        "counters": [*values_of(engine)["counters"], engine.micro_steps],
+        "epoch": state["client_state"]["epoch"],
+        "scale": values_of(engine)["scale"],
+        "rates": [group["lr"] for group in values_of(engine)["groups"]],
+        "steps": values_of(engine)["steps"],
+        "scheduler": values_of(engine)["scheduler"],
+        "missing": [*report.missing, *report.unexpected],
+    }
+
+
+def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
+    """Let DeepSpeed load a universal folder into a fresh engine, and compare, before and after what the guide adds."""
+    universal = folder / source / "universal"
+    engine = new_engine({**CASES[target], "checkpoint": {"load_universal": True}}, seed=99)
+    path, client = engine.load_checkpoint(str(universal))
+    expected = torch.load(folder / source / "expected.pt", weights_only=False)
+    found = held(engine, target)
+    by_itself = {name for name in expected["held"].keys() & found.keys() if not name.endswith("/kept")}
+    result: dict[str, Any] = {
+        "differing": sorted(by_itself & set(differences(expected["held"], found))),
+        "compared": len(by_itself),
+        "casts": list(cast_faults(engine, found)),
+        "epoch": client["epoch"],
+        "path": os.path.basename(path),
+    }
+    complete(engine, universal)
+    result["kept"] = list(differences(expected["held"], held(engine, target)))
+    mine, theirs = values_of(engine), expected["values"]
+    result["counters"] = mine["counters"]
+    result["values"] = mine == theirs
+    result["here"], result["there"] = repr(mine), repr(theirs)
+    if source == target and expected["ranks"] == dist.get_world_size():
+        train(engine, 2, first=4)
+        result["after"] = list(differences(expected["after"], held(engine, target)))
+    return result
+
+
+class Routed(nn.Module):
+    """A module with a layer of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.experts(given)[0]
+        return found
+
+
+def refused(folder: Path, kind: str) -> dict[str, Any]:
+    """The error of a save of an engine that holds its state in ways of its own, and of a load into it."""
+    made: dict[str, Callable[[], nn.Module]] = {
+        "pipeline": lambda: PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss()),
+        "experts": Routed,
+    }
+    model = made[kind]()
+    config = {"train_micro_batch_size_per_gpu": 2}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    found: list[str] = []
+    for verb in (
+        lambda: holdfast.save(folder / "new", {"engine": engine}, 1),
+        lambda: holdfast.load(folder, {"engine": engine}),
+    ):
+        try:
+            verb()
+        except holdfast.HoldfastError as error:
+            found.append(str(error))
+    return {"errors": found, "written": (folder / "new/checkpoints").exists()}
+
+
+def complete(engine: Any, universal: Path) -> None:
+    """What the guide adds to the load of a universal folder."""
+    page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
+    (added,) = (part for part in page.split("```") if part.startswith("py\n# after engine.load_checkpoint"))
+    exec(added.removeprefix("py\n"), {"engine": engine, "folder": universal, "torch": torch})
+
+
 def differences(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> Iterator[str]:
     """The names of what both stages hold, and hold differently."""
     for name in sorted(expected.keys() & found.keys()):
@@ -148,6 +266,10 @@ def cast_faults(engine: Any, found: dict[str, torch.Tensor]) -> Iterator[str]:
                 yield name
 
 
+VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "native": native, "stock": stock}
+VERBS["refused"] = refused
+
+
 def main(verb: str, folder: Path, cases: list[str]) -> None:
     """Run one verb for several cases."""
     # Else DeepSpeed compiles C++ for its own collectives in shared memory, which takes minutes and a compiler.
@@ -157,7 +279,7 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
     deepspeed.init_distributed("gloo")
     results = {}
     for case in cases:
-        results[case] = save(folder, case) if verb == "save" else load(folder, *case.split(":"))
+        results[case] = VERBS[verb](folder, *case.split(":"))
     if dist.get_rank() == 0:
         (folder / f"{verb}.json").write_text(json.dumps(results, default=str))
     dist.barrier()

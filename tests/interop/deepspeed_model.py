@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,14 +41,16 @@ GROUPS = (
     ("up.bias", "mid.0.bias", "mid.1.bias", "norm.weight"),
     ("gain",),
 )
+#: Two groups. DeepSpeed's loader of universal folders fails on ranks that have no element of a group.
+TWO_GROUPS = (GROUPS[0], GROUPS[1] + GROUPS[2])
 
 
-def grouped(model: nn.Module) -> list[dict[str, Any]]:
+def grouped(model: nn.Module, groups: Sequence[Sequence[str]] = GROUPS) -> list[dict[str, Any]]:
     """The groups of a model's parameters, each with hyper-parameters of its own."""
     named = dict(model.named_parameters())
-    weights, vectors, single = ([named[name] for name in names] for names in GROUPS)
-    return [
-        {"params": weights, "weight_decay": 0.1, "lr": 1e-2},
-        {"params": vectors, "weight_decay": 0.0, "lr": 2e-2},
-        {"params": single, "weight_decay": 0.0, "lr": 3e-2, "betas": (0.8, 0.9)},
+    options: list[dict[str, Any]] = [
+        {"weight_decay": 0.1, "lr": 1e-2},
+        {"weight_decay": 0.0, "lr": 2e-2},
+        {"weight_decay": 0.0, "lr": 3e-2, "betas": (0.8, 0.9)},
     ]
+    return [{"params": [named[name] for name in names], **hyper} for names, hyper in zip(groups, options, strict=False)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 CASES = [
     *("zero0", "zero0-bf16", "zero0-fp16", "zero1", "zero1-fp32", "zero1-aligned", "zero2", "zero2-round-robin"),
-    *("zero3", "zero3-fp16", "bf16-optimizer"),
+    *("zero3", "zero3-fp16", "bf16-optimizer", "zero1-offload", "zero2-offload", "zero3-offload"),
 ]
 #: What is saved, and what it is loaded into on other ranks: each stage into each other.
 CROSSED = [
@@ -33,17 +34,29 @@ CROSSED = [
     *("zero3:zero3", "zero3:zero1", "zero3:zero2", "zero3:bf16-optimizer", "bf16-optimizer:zero3"),
     *("bf16-optimizer:bf16-optimizer", "zero0-bf16:zero3", "zero3:zero0-bf16", "zero1-fp32:zero0", "zero0:zero1-fp32"),
     *("zero1:zero1-aligned", "zero1-aligned:zero1", "zero2-round-robin:zero2-round-robin"),
+    *("zero3-offload:zero1", "zero3:zero2-offload", "zero3:zero3-offload", "zero1-offload:zero3-offload"),
     *("zero2-round-robin:zero3-fp16", "zero3-fp16:zero2-round-robin"),
 ]
 
 
-def job(ranks: int, verb: str, folder: Path, *cases: str) -> dict[str, Any]:
-    """Run a job of `deepspeed_jobs`, and return what it found."""
+def on_ranks(ranks: int, module: str, *arguments: str) -> None:
+    """Run a module on several ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "tests.interop.deepspeed_jobs", verb, str(folder), *cases]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    command += ["-m", module, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+def written(folder: Path, case: str, ranks: int) -> Path:
+    """A folder that DeepSpeed's own `save_checkpoint` writes."""
+    on_ranks(ranks, "tests.interop.write_deepspeed", str(folder), case)
+    return folder / f"{case}-on-{ranks}"
+
+
+def job(ranks: int, verb: str, folder: Path, *cases: str) -> dict[str, Any]:
+    """Run a job of `deepspeed_jobs`, and return what it found."""
+    on_ranks(ranks, "tests.interop.deepspeed_jobs", verb, str(folder), *cases)
     found: dict[str, Any] = json.loads((folder / f"{verb}.json").read_text())
     return found
 
@@ -82,6 +95,18 @@ def test_an_engine_loads_at_another_stage_on_other_ranks(saved: tuple[Path, dict
     folder, _ = saved
     results = job(ranks, "load", folder, *CROSSED)
     check(results)
+
+
+def test_engines_that_hold_their_state_in_ways_of_their_own_are_refused_by_name(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = saved
+    shutil.copytree(folder / "zero1/run", tmp_path, dirs_exist_ok=True)
+    found = job(1, "refused", tmp_path, "pipeline", "experts")
+    for kind, said in (("pipeline", "is a PipelineEngine"), ("experts", "has layers of experts")):
+        assert len(found[kind]["errors"]) == 2, found
+        assert all(text.startswith("[state.engine]") and said in text for text in found[kind]["errors"]), found
+        assert not found[kind]["written"]
 
 
 def plain() -> dict[str, Any]:

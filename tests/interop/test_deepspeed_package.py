@@ -5,19 +5,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from tests.interop.test_deepspeed_engines import written
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).parents[2]
 #: Cases of `write_deepspeed`, and on how many ranks each is written; without the one that needs a compiler.
 WRITTEN = [
     ("zero1", 2),
@@ -37,12 +34,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("case", "ranks"), WRITTEN)
 def test_a_folder_that_deepspeed_has_just_written_is_read_bit_by_bit(tmp_path: Path, case: str, ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += ["-m", "tests.interop.write_deepspeed", str(tmp_path), case]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    folder = tmp_path / f"{case}-on-{ranks}"
+    folder = written(tmp_path, case, ranks)
     view = holdfast.open(folder)
     found: dict[str, torch.Tensor] = torch.load(folder / "expected.pt", weights_only=True)
     assert len(found) >= 30

@@ -25,7 +25,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
+from tests.interop.deepspeed_model import GROUPS, TWO_GROUPS, TiedNet, grouped
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}}
@@ -49,19 +49,25 @@ CASES["zero2-own-adam"] = {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
 }
+CASES |= {
+    f"{case}-two": {**CASES[case], "groups": TWO_GROUPS}
+    for case in ("zero1", "zero2", "zero2-round-robin", "zero3", "bf16-optimizer")
+}
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def new_engine(config: dict[str, Any], *, seed: int = 0) -> Any:
-    """An engine with the weights that `seed` draws."""
+    """An engine with the weights that `seed` draws, and with the groups of `config`, which is no key of DeepSpeed."""
+    config = dict(config)
+    groups = config.pop("groups", GROUPS)
     torch.manual_seed(seed)
     model = TiedNet()
     common = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=None if "optimizer" in config else torch.optim.AdamW(grouped(model), lr=1e-2),
-        model_parameters=grouped(model),
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(GROUPS)),
+        optimizer=None if "optimizer" in config else torch.optim.AdamW(grouped(model, groups), lr=1e-2),
+        model_parameters=grouped(model, groups),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(groups)),
         config={**common, **config},
     )
     return engine

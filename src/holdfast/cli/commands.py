@@ -185,7 +185,7 @@ def export(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="hf: Hugging Face; peft: an adapter; dcp: PyTorch DCP; megatron: Megatron-core.",
+            help="hf: Hugging Face; peft: an adapter; dcp: PyTorch DCP; megatron: Megatron-core; deepspeed-universal.",
         ),
     ],
     select: Annotated[

@@ -36,9 +36,9 @@ __all__ = ["export"]
 
 #: Most bytes of tensors in one new file, as Hugging Face has it.
 SHARD_NBYTES: Final = 5_000_000_000
-_FORMATS: Final = ("hf", "peft", "dcp", "megatron")
-#: Those that have optimizers and values, too; their metadata consists of torch's own classes.
-_WITH_VALUES: Final = ("dcp", "megatron")
+_FORMATS: Final = ("hf", "peft", "dcp", "megatron", "deepspeed-universal")
+#: Those that have optimizers and values, too; they need torch's own classes.
+_WITH_VALUES: Final = ("dcp", "megatron", "deepspeed-universal")
 
 
 def export(
@@ -55,20 +55,22 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
     Hugging Face's loaders read them, ``"peft"``, the weights of one adapter as `PeftModel.from_pretrained` reads them,
-    ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``, or ``"megatron"``, a folder with the tracker file and
-    one iteration for ``megatron.core.dist_checkpointing.load``.
+    ``"dcp"``, a folder for ``torch.distributed.checkpoint.load``, ``"deepspeed-universal"``, a universal folder for
+    `DeepSpeedEngine.load_checkpoint`, or ``"megatron"``, a folder with the tracker file and one iteration for
+    ``megatron.core.dist_checkpointing.load``.
 
-    Blocking. Call it in one process. Needs no model and no GPU; only ``"dcp"`` and ``"megatron"`` need torch. Reads
-    each stored block once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All
-    files are durable on return, and the index (``.metadata``) is written last. After an interruption the same call
-    continues, and keeps the files that are finished.
+    Blocking. Call it in one process. Needs no model and no GPU; only the last three need torch. Reads each stored
+    block once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are
+    durable on return, and the index (``.metadata``) is written last. After an interruption the same call continues, and
+    keeps the files that are finished.
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
-    state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` everything, values too, and
-    ``"megatron"`` everything but random numbers. ``"hf"`` leaves out the containers that all names lie in, so that
-    ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once. `dtype` converts all floating
-    tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes` bytes of tensors, unless it is one
-    tensor or an adapter.
+    state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` and ``"deepspeed-universal"``
+    everything, values too, and ``"megatron"`` everything but random numbers. ``"hf"`` leaves out the containers that
+    all names lie in, so that ``model/layers.0.weight`` becomes ``layers.0.weight``, and writes a tied tensor once.
+    `dtype` converts all floating tensors that no rule of `mapping` casts. No new file has more than `shard_nbytes`
+    bytes of tensors, unless it is one tensor or an adapter; ``"deepspeed-universal"`` has a file for each tensor of the
+    parameters of its only optimizer.
 
     `config` is a folder whose ``config.json``, generation settings and tokenizer are copied, for ``"hf"``; the copied
     ``config.json`` names `dtype`, where that is given. ``"peft"`` needs it: a folder whose ``adapter_config.json`` is
@@ -78,7 +80,7 @@ def export(
         NotFoundError: there is no such checkpoint.
         ConfigurationError: `dst` holds something else, or the options do not fit together; nothing is written.
         IncompatibleError: a rule or a glob fits nothing, two tensors would get one name, or the format has no such
-            dtype; nothing is written.
+            dtype or no place for a part of the state; nothing is written.
         CorruptError: stored bytes are damaged.
         StorageError: the disk is full, or a store failed.
     """
@@ -153,8 +155,12 @@ def _folder(
         from holdfast.exporting.megatron_folder import megatron_folder  # as below
 
         return megatron_folder(choice, state, shard_nbytes=shard_nbytes)
+    if to == "deepspeed-universal":
+        from holdfast.exporting.universal_folder import universal_folder  # as the next one, it imports torch
+
+        return universal_folder(choice, state)
     if to == "dcp":
-        from holdfast.exporting.dcp_folder import dcp_folder  # it imports torch, which no other format needs
+        from holdfast.exporting.dcp_folder import dcp_folder
 
         return dcp_folder(choice, identity=identity, shard_nbytes=shard_nbytes)
     source = None if config is None else Path(config)

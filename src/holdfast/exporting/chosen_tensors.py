@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
 from typing import NamedTuple
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
-from holdfast.exporting.chosen_values import value_paths
+from holdfast.exporting.chosen_values import readable_nodes, value_paths
 from holdfast.format.dtypes import DTYPES, numpy_type
 from holdfast.format.names import shown
 from holdfast.format.patterns import Globs
@@ -80,6 +80,8 @@ def choose(
     """
     stored = stored_tensors(state.manifest)
     table = mapped(rules, stored, state.manifest.body.aliases, state.nodes)
+    if select is not None and not model_only:
+        table = replace(table, nodes=readable_nodes(table.nodes, select))
     aliases = defaultdict(list)
     for name, of in sorted(table.aliases.items()):
         aliases[of].append(name)

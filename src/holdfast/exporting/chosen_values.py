@@ -4,12 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from holdfast.errors import HoldfastError
 from holdfast.format import values
 from holdfast.format.names import is_rank_component, join, parse_component, split
+from holdfast.format.patterns import Globs
 from holdfast.format.values import Items, Leaf, Node, TableNode
 
 #: A path in nested containers: keys of dicts as texts, indexes of lists.
 KeyPath = tuple[str | int, ...]
+
+
+def readable_nodes(nodes: Mapping[str, Node], select: Globs) -> dict[str, Node]:
+    """The nodes without those that cannot be read and that `select` leaves out. Raises the error of any other."""
+    found: dict[str, Node] = {}
+    left_out: dict[str, set[str]] = {}
+    for path in nodes:
+        try:
+            found[path] = nodes[path]
+        except HoldfastError:
+            if path in select:
+                raise
+            above, _, key = path.rpartition("/")
+            left_out.setdefault(above, set()).add(key)
+    for above, keys in left_out.items():
+        node = found.get(above)
+        if isinstance(node, TableNode):
+            found[above] = TableNode(node.kind, tuple(key for key in node.keys if key not in keys))
+    return found
 
 
 def value_paths(nodes: Mapping[str, Node]) -> Iterator[str]:

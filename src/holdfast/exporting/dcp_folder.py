@@ -1,6 +1,6 @@
 """Folders of ``torch.distributed.checkpoint``: archives of tensors and values in ``.distcp`` files, and ``.metadata``.
 
-Only this module and `tensor_archives` import torch, whose own classes the metadata consists of.
+It imports torch, whose own classes the metadata consists of; so do `tensor_archives` and `plain_values`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
 from holdfast.exporting.chosen_values import KeyPath, key_path
-from holdfast.exporting.element_source import GivenSegment, Segment, TensorSegment
+from holdfast.exporting.element_source import GivenSegment, Segment
 from holdfast.exporting.new_folder import NewFile, NewFolder, Trailer
-from holdfast.exporting.tensor_archives import MAX_NBYTES, TensorArchive
-from holdfast.format import values
-from holdfast.format.values import Node, TorchValue
+from holdfast.exporting.plain_values import plain_value
+from holdfast.exporting.tensor_archives import ArchivedTensor, TensorArchive
 from holdfast.geometry import Box, whole
-from holdfast.state.local_placements import generator_state, revive
 
 METADATA: Final = ".metadata"
+#: Most bytes of a tensor in one archive: readers hold all of an archive in memory.
+MAX_NBYTES: Final = 512 << 20
 
 
 def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> NewFolder:
@@ -114,27 +114,6 @@ def _boxes(box: Box, most: int) -> Iterator[Box]:
         yield from _boxes(Box(start, size), most)
 
 
-def plain_value(nodes: Mapping[str, Node], name: str) -> object:
-    """A value in plain types, which every reader has: named tuples are tuples, and registered types what they are
-    encoded as."""
-    return values.rebuild(
-        nodes,
-        name,
-        tensors=_no_tensor,
-        revive=_revived,
-        record=lambda *_: lambda *items: items,
-        decode=lambda _, value: value,
-    )
-
-
-def _revived(value: TorchValue) -> object:
-    return generator_state(value) if value.kind == "generator" else revive(value)
-
-
-def _no_tensor(name: str) -> object:
-    raise unfit(name, "is a tensor inside a value", "Leave that value out with select (--select).")
-
-
 def saved(value: object) -> bytes:
     """An archive of ``torch.save``."""
     out = io.BytesIO()
@@ -173,13 +152,9 @@ class _DistcpFiles:
         nbytes = box.numel * tensor.itemsize
         file = self._file(nbytes)
         start = file.nbytes
-        archive = TensorArchive(tensor.dtype, box.size, nbytes, start=start)
-        file.segments.append(GivenSegment(start, archive.prefix))
-        data = file.nbytes
-        if nbytes:
-            file.segments.append(TensorSegment(data, tensor, box))
-        file.trailers.append(Trailer(file.nbytes, data, archive.suffix))
-        file.segments.append(GivenSegment(file.nbytes, bytes(archive.suffix_nbytes)))
+        archive = TensorArchive(ArchivedTensor(tensor, box), start=start)
+        file.segments.extend(archive.segments)
+        file.trailers.extend(archive.trailers)
         return _StorageInfo(file.name, start, archive.length)
 
     def finished(self) -> list[NewFile]:

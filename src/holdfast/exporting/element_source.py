@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, Final, NamedTuple
 
@@ -216,15 +217,21 @@ def _check_fits(given: _Array, numbers: _Array, made: _Array, tensor: ExportTens
 
 def check_equal(state: StoredState, pairs: Sequence[tuple[ExportTensor, ExportTensor]]) -> None:
     """Refuse a mapping that makes one tensor of several that differ. `pairs` are small tensors that must be equal."""
-    for one, other in pairs:
-        if small_bytes(state, one) != small_bytes(state, other):
+    contents = small_contents(state, [tensor for pair in pairs for tensor in pair])
+    for at, (one, other) in enumerate(pairs):
+        if contents[2 * at] != contents[2 * at + 1]:
             text = f"and {other.name} differ, so they cannot become one tensor"
             raise unfit(one.name, text, "Drop them in an earlier rule, or leave them out with select.")
 
 
-def small_bytes(state: StoredState, tensor: ExportTensor) -> bytes:
-    """The bytes of all elements of a small tensor."""
-    out = np.empty(tensor.nbytes, np.uint8)
-    segments = [TensorSegment(0, tensor, whole(tensor.shape))]
-    ElementSource(state, segments, EdgeBlocks(), lambda _: None).read_into(0, out)
-    return out.tobytes()
+def small_contents(state: StoredState, tensors: Sequence[ExportTensor]) -> list[bytes]:
+    """The bytes of small tensors, all read at once, in the new dtypes."""
+    segments: list[TensorSegment] = []
+    starts = list(accumulate((tensor.nbytes for tensor in tensors), initial=0))
+    for tensor, start in zip(tensors, starts, strict=False):
+        if tensor.nbytes:
+            segments.append(TensorSegment(start, tensor, whole(tensor.shape)))
+    out = np.empty(starts[-1], np.uint8)
+    if segments:
+        ElementSource(state, segments, EdgeBlocks(), lambda _: None).read_into(0, out)
+    return [out[start : start + tensor.nbytes].tobytes() for tensor, start in zip(tensors, starts, strict=False)]

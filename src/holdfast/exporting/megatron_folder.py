@@ -19,9 +19,10 @@ import torch
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit
 from holdfast.exporting.chosen_values import plain_key
-from holdfast.exporting.dcp_folder import METADATA, DcpContent, plain_value, saved
-from holdfast.exporting.element_source import small_bytes
+from holdfast.exporting.dcp_folder import METADATA, DcpContent, saved
+from holdfast.exporting.element_source import small_contents
 from holdfast.exporting.new_folder import NewFolder
+from holdfast.exporting.plain_values import plain_value
 from holdfast.format.names import component, join, split
 from holdfast.format.values import Node
 from holdfast.interop.megatron_iterations import BACKEND, BACKEND_VERSION, COMMON, CONFIG
@@ -183,5 +184,5 @@ def _scaler(nodes: Mapping[str, Node], scalers: Mapping[str, torch.Tensor], numb
 
 
 def _small_tensor(state: StoredState, tensor: ExportTensor) -> torch.Tensor:
-    data = bytearray(small_bytes(state, tensor))
+    data = bytearray(small_contents(state, [tensor])[0])
     return torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,14 +43,14 @@ WINDOW_NBYTES: Final = 32 * BLOCK_NBYTES
 
 @dataclass(frozen=True)
 class Trailer:
-    """Bytes at `start` of a file's data that depend on the CRC-32 of the segment at `of`, which lies before them.
+    """Bytes at `start` of a file's data that depend on the CRC-32 of the segments at `of`, which lie before them.
 
-    Until that is known, a `GivenSegment` of as many bytes stands for them.
+    Until these are known, a `GivenSegment` of as many bytes stands for them.
     """
 
     start: int
-    of: int
-    make: Callable[[int], bytes]
+    of: tuple[int, ...]
+    make: Callable[[Sequence[int]], bytes]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,7 @@ class NewFile:
 class NewFolder:
     """The content of a folder: small files that come first, the files with the tensors, and small ones that come last.
 
+    Names may have folders before them, with ``/``.
     `identity` is that of the state that the tensors come from, and `num_tensors` counts them.
     """
 
@@ -90,6 +91,15 @@ class NewFolder:
     def names(self) -> list[str]:
         """The names of all files, in the order in which they are written."""
         return [*self.first, *(file.name for file in self.files), *self.last]
+
+    @cached_property
+    def folders(self) -> list[str]:
+        """The folders that the files lie in, sorted; "" is the root."""
+        found = {""}
+        for name in self.names:
+            while (name := name.rpartition("/")[0]) not in found:
+                found.add(name)
+        return sorted(found)
 
     @cached_property
     def digest(self) -> str:
@@ -124,7 +134,7 @@ def finished_files(storage: Store, folder: NewFolder) -> frozenset[str]:
 
     Raises `ConfigurationError`, code ``config.destination``, where the place holds anything else.
     """
-    found = storage.list("")
+    found = list(_files_in(storage, folder))
     if not found:
         return frozenset()
     where = storage.location.url
@@ -149,6 +159,16 @@ def finished_files(storage: Store, folder: NewFolder) -> frozenset[str]:
     return frozenset(found) - {RECORD_NAME}
 
 
+def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
+    """The names in the root of `storage` and in the folders that `folder` has there, but not these themselves."""
+    folders = folder.folders
+    for above in folders:
+        for name in storage.list(above):
+            path = f"{above}/{name}" if above else name
+            if path not in folders:
+                yield path
+
+
 def _is_record_of(data: bytes, folder: NewFolder) -> bool:
     try:
         return decode_json(data, _ExportRecord).digest == folder.digest
@@ -171,8 +191,9 @@ def write_folder(
     todo = [file for file in folder.files if file.name not in kept]
     _check_space(storage, sum(file.nbytes for file in todo))
     storage.create(RECORD_NAME, msgspec.json.encode(_ExportRecord(folder.digest)))
-    for leftover in storage.leftovers(""):
-        storage.delete(leftover)
+    for above in folder.folders:
+        for leftover in storage.leftovers(above):
+            storage.delete(f"{above}/{leftover}" if above else leftover)
     _create(storage, folder.first, kept)
     advance(sum(file.data_nbytes for file in folder.files if file.name in kept))
     blocks = EdgeBlocks()
@@ -272,7 +293,7 @@ class _TrailedWriter:
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
         for trailer in self._file.trailers:
-            data = np.frombuffer(trailer.make(self._source.checksum(trailer.of)), np.uint8)
+            data = np.frombuffer(trailer.make([self._source.checksum(of) for of in trailer.of]), np.uint8)
             self._writer.write_at(len(self._file.head) + trailer.start, data)
         self._writer.publish(nbytes)
 

@@ -27,8 +27,12 @@ _ENGINE: Final = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 #: Engines that are derived from it and hold their model in other ways.
 _OTHERS: Final = frozenset(("PipelineEngine", "DeepSpeedHybridEngine"))
 _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-#: The attributes of loss scalers that change while a job trains; all others are options of the job.
+#: The attributes of loss scalers that change while a job trains; all others are options of the job. A save notes the
+#: options, for DeepSpeed's own folders have them; a load leaves them as they are.
 _SCALER: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_OPTIONS: Final = "scaler_options"
+#: A value that only DeepSpeed's own folders have.
+_VERSION: Final = "ds_version"
 
 
 class DeepSpeedAdapter:
@@ -74,7 +78,8 @@ def _describe(path: str, engine: Any, sink: Sink) -> Iterator[str]:
             describe_slots(optimizer, flats, _canonical(state), sink)
             yield "optimizer"
     yield from _describe_live(scheduler, engine.lr_scheduler, sink)
-    for key, values in (("scaling", _scaling(engine)), ("engine", _counters(engine))):
+    noted = (("scaling", _scaling(engine)), (_OPTIONS, _scaler_options(engine)), ("engine", _counters(engine)))
+    for key, values in noted:
         if values and sink.wants(join(path, key)):
             sink.tree(join(path, key), values)
             yield key
@@ -107,9 +112,13 @@ def _bind(path: str, engine: Any, source: BindingSource) -> Finish:
             steps.append(bind_slots(optimizer, flats, _canonical(state), source))
         steps.append(flats.refresh)
     scaling, counters = _scaling(engine), _counters(engine)
+    if join(path, "engine", _VERSION) in source.nodes:
+        _take_folder(path, counters, source)
     if scaling:
         steps.append(source.live(join(path, "scaling"), scaling))
     steps.append(source.live(join(path, "engine"), counters))
+    for name in source.stored_below(join(path, _OPTIONS)):
+        source.mark(name)
 
     def finish() -> object:
         for step in steps:
@@ -118,6 +127,19 @@ def _bind(path: str, engine: Any, source: BindingSource) -> Finish:
         return engine
 
     return finish
+
+
+def _take_folder(path: str, counters: dict[str, object], source: BindingSource) -> None:
+    """Take what DeepSpeed's own folders have at `path`: options and descriptions, which the load leaves as they are,
+    and no count of micro-batches."""
+    for above in ("engine", "scaling"):
+        for name in source.stored_below(join(path, above)):
+            if name.rpartition("/")[2] not in (*_COUNTERS, *_SCALER):
+                source.mark(name)
+    if join(path, "scaling", "loss_scaler", "cur_iter") not in source.nodes:  # a static scale, which is an option
+        source.mark(join(path, "scaling", "loss_scaler", "cur_scale"))
+    if join(path, "engine", "micro_steps") not in source.nodes:
+        del counters["micro_steps"]
 
 
 def _apart(flats: EngineFlats) -> dict[int, Piecewise]:
@@ -153,6 +175,13 @@ def _scaling(engine: Any) -> dict[str, object]:
     return found
 
 
+def _scaler_options(engine: Any) -> dict[str, object]:
+    """The options of a dynamic loss scaler that DeepSpeed writes as an object; empty without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    found = {} if scaler is None or not scaler.dynamic else vars(scaler)
+    return {key: value for key, value in found.items() if key not in _SCALER}
+
+
 def _counters(engine: Any) -> dict[str, object]:
     return {key: int(getattr(engine, key)) for key in _COUNTERS}
 
@@ -166,9 +195,10 @@ def _set(engine: Any, scaling: Mapping[str, object], counters: Mapping[str, obje
             setattr(scaler, key, value)
     for key, value in counters.items():
         setattr(engine, key, value)
-    # A save lies between two steps. With another number of micro-batches for each step, count whole steps.
+    # A save lies between two steps. With another number of micro-batches for each step, count whole steps. DeepSpeed's
+    # own folders do not have the number of micro-batches.
     per_step = engine.gradient_accumulation_steps()
-    if engine.micro_steps % per_step:
+    if engine.micro_steps % per_step or "micro_steps" not in counters:
         engine.micro_steps = engine.global_steps * per_step
 
 

@@ -12,20 +12,18 @@ from itertools import chain
 from math import prod
 from typing import Final, NamedTuple
 
-import xxhash
-
 from holdfast.errors import HoldfastError
 from holdfast.format.names import component, join, shown
 from holdfast.geometry import Shape
+from holdfast.interop.deepspeed_archives import Archives
 from holdfast.interop.deepspeed_folder import FoundFiles, complete_files, find_files, is_deepspeed
-from holdfast.interop.deepspeed_layout import FlatParts, grouped, part_numel, partition, partitioned, share
-from holdfast.interop.deepspeed_states import GLOBALS, ModelStates, OptimStates, model_states, optim_states
+from holdfast.interop.deepspeed_layout import FlatParts, grouped, part_numel, partitioned, share
+from holdfast.interop.deepspeed_module import add_module, mixed, second_names
+from holdfast.interop.deepspeed_states import ModelStates, OptimStates, model_states, optim_states
 from holdfast.interop.deepspeed_table import TensorTable
 from holdfast.interop.deepspeed_values import FoundValues
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
-from holdfast.interop.pickle_machine import PickleError
 from holdfast.interop.pickled_tree import CheckedNodes
-from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor
 from holdfast.wording import count
 
@@ -60,19 +58,18 @@ class _Opening:
 
     def __init__(self, folder: ForeignFolder, found: FoundFiles) -> None:
         self._folder = folder
-        self._windows = Windows(folder.storage)
-        self._archives: dict[str, TorchArchive] = {}
+        self._archives = Archives(folder)
         keys = [*found.optim.values()] or [*found.model.values()]
         self._files = complete_files(found, self._world_size(found, keys[0]))
         self._keys = [*self._files.model, *self._files.optim]
-        self._table = TensorTable(folder, self._archives, self._keys)
+        self._table = TensorTable(folder, self._archives.opened, self._keys)
         self._root = found.root
 
     def state(self) -> ForeignState:
         """The state in the folder."""
         files, path = self._files, self._folder.path
-        models = [self._model(key) for key in files.model]
-        optims = [self._optim(key) for key in files.optim]
+        models = [self._archives.read(key, model_states) for key in files.model]
+        optims = [self._archives.read(key, optim_states) for key in files.optim]
         self._check_alike(models, optims)
         model, optim = models[0], optims[0]
         in_order = model.option("zero_optimization", "round_robin_gradients", default=False) is False
@@ -84,19 +81,17 @@ class _Opening:
         kind = model.option("optimizer", "type", default="")
         values.add_optimizer(optim, [flat.names for flat in flats], kind=kind if isinstance(kind, str) else "")
         self._add_trained(flats, optims, values)
-        self._add_module(models, frozenset(chain.from_iterable(flat.names for flat in flats)))
+        trained = frozenset(chain.from_iterable(flat.names for flat in flats))
+        add_module(self._table, self._root, files.model, models, trained, is_partitioned=files.is_partitioned)
         for name, tensor in values.tensors.items():
             self._table.whole(name, files.model[0], tensor)
-        places = self._table.places(self._aliases(model))
-        digest = xxhash.xxh3_128()
-        for key in self._keys:
-            digest.update(key.encode("utf-8", "surrogatepass") + b"\0" + self._archives[key].directory)
+        places = self._table.places(second_names(self._table, model))
         return ForeignState(
             self._folder,
             places,
             self._keys,
             kind=DeepSpeedFormat.kind,
-            identity=digest.hexdigest(),
+            identity=self._archives.digest(self._keys),
             nodes=CheckedNodes(lambda: values.table),
         )
 
@@ -104,32 +99,9 @@ class _Opening:
 
     def _world_size(self, found: FoundFiles, key: str) -> int:
         if found.optim:
-            return max(self._optim(key).world_sizes)
-        number = self._model(key).engine.get("dp_world_size")
+            return max(self._archives.read(key, optim_states).world_sizes)
+        number = self._archives.read(key, model_states).engine.get("dp_world_size")
         return number if type(number) is int and number > 0 else 1
-
-    def _model(self, key: str) -> ModelStates:
-        try:
-            return model_states(self._content(key))
-        except PickleError as error:
-            raise _refused(self._folder.path(key), error) from error
-
-    def _optim(self, key: str) -> OptimStates:
-        try:
-            return optim_states(self._content(key))
-        except PickleError as error:
-            raise _refused(self._folder.path(key), error) from error
-
-    def _content(self, key: str) -> object:
-        path, nbytes = self._folder.path(key), self._folder.storage.nbytes(key)
-        try:
-            archive = self._archives.get(key)
-            if archive is None:
-                archive = TorchArchive(ArchivePlace(self._windows, key, 0, nbytes or 0))
-                self._archives[key] = archive
-            return archive.value(GLOBALS, keep_unknown=True)
-        except ArchiveError as error:
-            raise damaged(path, f"is no file of torch.save: {error}") from error
 
     # --- checks ---
 
@@ -156,7 +128,7 @@ class _Opening:
             raise self._mixed(f"the model file is of DeepSpeed {version}, the optimizer's of {optims[0].version}")
 
     def _mixed(self, what: str) -> HoldfastError:
-        return damaged(self._root, f"mixes files of several saves: {what:.400}", action="Use another checkpoint.")
+        return mixed(self._root, what)
 
     def _flats(self, model: ModelStates, optim: OptimStates) -> list[_Flat]:
         """The flat groups, by the shapes in the model file."""
@@ -244,38 +216,6 @@ class _Opening:
             if found != first:
                 raise self._mixed(f"rank {rank} has another {shown(slot):.100} than rank 0")
 
-    def _add_module(self, models: Sequence[ModelStates], trained: frozenset[str]) -> None:
-        """Add what the module holds: copies of the trained parameters, frozen parameters, and buffers."""
-        model, keys = models[0], self._files.model
-        for name, tensor in model.module.items():
-            if not isinstance(tensor, PickledTensor) or name in model.shared:
-                continue
-            if self._files.is_partitioned and name not in model.buffers:
-                continue
-            self._table.whole(join("module" if name in trained else "model", component(name)), keys[0], tensor)
-        if not self._files.is_partitioned:
-            return
-        for name, shape in model.frozen.items():
-            try:
-                parts = [each.frozen_parts[name] for each in models]
-            except KeyError as error:
-                raise self._mixed(f"a rank has no part of the frozen {shown(name):.200}") from error
-            pieces = partition(shape, len(models))
-            for part in parts:
-                if part.shape != (share(shape, len(models)),):
-                    raise self._mixed(f"a part of the frozen {shown(name):.200} has the shape {list(part.shape)}")
-            self._table.cut(join("model", component(name)), shape, keys, parts, pieces)
-
-    def _aliases(self, model: ModelStates) -> dict[str, str]:
-        """The second names of shared parameters."""
-        found = {}
-        for root in ("model", "module"):
-            for name, of in model.shared.items():
-                alias, target = join(root, component(name)), join(root, component(of))
-                if alias not in self._table and target in self._table:
-                    found[alias] = target
-        return found
-
 
 def _training(model: ModelStates) -> tuple[object, ...]:
     """The content that the model files of all ranks share: the parameters in their order, and the step."""
@@ -288,8 +228,3 @@ def _fragments(flat: _Flat, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
         mine = pieces.ranks == rank
         if mine.any():
             yield name, (int(pieces.firsts[mine].min()), int(pieces.sizes[mine].prod(axis=1).sum()))
-
-
-def _refused(path: str, error: PickleError) -> HoldfastError:
-    """The error for a file that is sound, and holds what is no checkpoint of DeepSpeed, or one of another kind."""
-    return unreadable(path, f"cannot be read: {error}")

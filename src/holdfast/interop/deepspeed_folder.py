@@ -11,6 +11,9 @@ from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.wording import count
 
 LATEST: Final = "latest"
+_UNIVERSAL: Final = "latest_universal"
+_ATOMS: Final = "zero"
+_OPTIMIZER: Final = "optimizer_state.pt"
 _MAX_TAG_NBYTES: Final = 4096
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]+)_)?mp_rank_(?P<mp>[0-9]{2,})_model_states\.pt")
 #: Old versions wrote no underscore before "optim_states".
@@ -51,6 +54,63 @@ class FoundFiles(NamedTuple):
 def is_deepspeed(names: Collection[str]) -> bool:
     """Whether a folder with these names is that of a tag, or one with ``latest``."""
     return LATEST in names or any(_is_state(name) for name in names)
+
+
+class UniversalFiles(NamedTuple):
+    """The files of a universal folder, by their keys: those of the model, the optimizer's, and those of each parameter,
+    by its name and the name of the file without ``.pt``. `root` is the path of the folder, for messages.
+
+    There is a model file for each of `num_slices` model-parallel ranks, unless it `is_partitioned`: then there is one
+    for each rank of ZeRO-3.
+    """
+
+    root: str
+    model: tuple[str, ...]
+    is_partitioned: bool
+    optimizer: str
+    atoms: dict[str, dict[str, str]]
+
+    @property
+    def num_slices(self) -> int:
+        """The number of model-parallel ranks whose model files these are."""
+        return 1 if self.is_partitioned else len(self.model)
+
+
+def is_universal(names: Collection[str]) -> bool:
+    """Whether a folder with these names is a universal one, or has ``latest_universal`` and is no other one."""
+    if _ATOMS in names:
+        return any(map(_MODEL.fullmatch, names))
+    return _UNIVERSAL in names and not is_deepspeed(names)
+
+
+def find_universal(folder: ForeignFolder) -> UniversalFiles:
+    """The files of the universal folder itself, or of the one that ``latest_universal`` names."""
+    prefix, names = "", folder.names
+    if _ATOMS not in names:
+        tag = _tag(folder, _UNIVERSAL)
+        prefix, names = f"{tag}/", tuple(folder.storage.list(tag))
+        if _ATOMS not in names:
+            raise damaged(folder.path(_UNIVERSAL), f"names {tag!r:.100}, where no universal folder is")
+    root = folder.path(prefix.removesuffix("/")) if prefix else folder.location.url
+    found = [match for match in map(_MODEL.fullmatch, names) if match is not None]
+    whole = sorted(int(match["mp"]) for match in found if match["rank"] is None)
+    parts = sorted(int(match["rank"]) for match in found if match["rank"] is not None and int(match["mp"]) == 0)
+    numbers, stem = (whole, "mp_rank_{:02d}") if whole else (parts, "zero_pp_rank_{}_mp_rank_00")
+    model = [f"{stem}_model_states.pt".format(number) for number in range(max(numbers, default=0) + 1)]
+    above = f"{prefix}{_ATOMS}"
+    inside = folder.storage.list(above)
+    missing = [name for name in model if name not in names]
+    missing += [] if _OPTIMIZER in inside else [f"{_ATOMS}/{_OPTIMIZER}"]
+    if missing:
+        details = [f"{name} is missing" for name in missing[:_SHOWN]]
+        raise damaged(root, f"lacks {count(len(missing), 'file')}", action="Copy the folder again.", details=details)
+    atoms = {}
+    for name in inside:
+        if name != _OPTIMIZER:
+            files = [file for file in folder.storage.list(f"{above}/{name}") if file.endswith(".pt")]
+            atoms[name] = {file.removesuffix(".pt"): f"{above}/{name}/{file}" for file in files}
+    keys = tuple(f"{prefix}{name}" for name in model)
+    return UniversalFiles(root, keys, not whole, f"{above}/{_OPTIMIZER}", atoms)
 
 
 def find_files(folder: ForeignFolder) -> FoundFiles:
@@ -106,12 +166,12 @@ def _is_state(name: str) -> bool:
     return bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) or _OTHER_PARALLEL.fullmatch(name))
 
 
-def _tag(folder: ForeignFolder) -> str:
-    """The tag that ``latest`` names."""
-    data = folder.storage.read(LATEST, limit=_MAX_TAG_NBYTES)
+def _tag(folder: ForeignFolder, file: str = LATEST) -> str:
+    """The tag that ``latest`` names, or another file."""
+    data = folder.storage.read(file, limit=_MAX_TAG_NBYTES)
     tag = data.decode("utf-8", "replace").strip()
     if not tag or any(part in ("", ".", "..") for part in tag.split("/")) or "\\" in tag or "\0" in tag:
-        raise damaged(folder.path(LATEST), f"names no folder of a checkpoint: {tag!r:.100}")
+        raise damaged(folder.path(file), f"names no folder of a checkpoint: {tag!r:.100}")
     return tag
 
 

@@ -35,8 +35,8 @@ _TENSOR_KEYS: Final = frozenset(
 _ENGINE_KEYS: Final = frozenset(
     (
         *("checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version"),
-        *("global_samples", "global_steps", "lr_scheduler", "mp_world_size", "optimizer", "random_ltd"),
-        *("skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info"),
+        *("global_samples", "global_steps", "lr_scheduler", "micro_steps", "mp_world_size", "optimizer"),
+        *("random_ltd", "skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info"),
     )
 )
 #: Values beside the optimizer's state.
@@ -82,10 +82,13 @@ class OptimStates(NamedTuple):
     scaling: Mapping[str, object]
 
 
-def model_states(content: object) -> ModelStates:
-    """The content of a model file. Raises `PickleError` for anything else."""
+def model_states(content: object, *, is_universal: bool = False) -> ModelStates:
+    """The content of a model file, which in a universal folder may lack the module. Raises `PickleError` for anything
+    else."""
     table = _dict(content, "a model file")
     module = table.get("module")
+    if module is None and is_universal:
+        module = {}
     if module is None and "module" in table:
         raise PickleError("it has no module, as files of pipelines")
     groups = table.get("param_shapes")
@@ -128,6 +131,37 @@ def optim_states(content: object) -> OptimStates:
         scaler.fields if isinstance(scaler, PickledObject) else None,
         {key: table[key] for key in _SCALING_KEYS if key in table},
     )
+
+
+def universal_states(content: object, *, num_flat: int) -> OptimStates:
+    """The content of the optimizer's file in a universal folder, as that of a file without master weights. `slots` have
+    the counts of steps where it has them. Raises `PickleError` for anything else."""
+    table = _dict(content, "an optimizer file")
+    inner = _dict(table.get("optimizer_state_dict") or {}, "the optimizer's state")
+    found = _list(table.get("param_groups", inner.get("param_groups")), "the groups")
+    groups = [_named(group, "a group") for group in found]
+    states = _dict(inner.get("state") or {}, "the optimizer's state")
+    slots = [_named(states.get(flat, {}), "the slots") for flat in range(num_flat)]
+    scaler = table.get("loss_scaler")
+    return OptimStates(
+        0,
+        table.get("ds_version"),
+        [],
+        [],
+        [{key: value for key, value in each.items() if key == "step"} for each in slots],
+        [{key: value for key, value in group.items() if key != "params"} for group in groups],
+        _groups_of(groups, num_flat) if any("params" in group for group in groups) else {},
+        None,
+        None,
+        scaler.fields if isinstance(scaler, PickledObject) else None,
+        {key: table[key] for key in _SCALING_KEYS if key in table},
+    )
+
+
+def atom(content: object) -> PickledTensor | int:
+    """The content of a parameter's file in a universal folder: a tensor, or a count of steps."""
+    found = content.get("param") if isinstance(content, dict) else content
+    return found if type(found) is int else _tensor(found, "the parts of a parameter")
 
 
 def _world_sizes(found: object) -> list[int]:

@@ -14,6 +14,7 @@ from holdfast.format.records import SEAL_NAME
 from holdfast.interop.byte_checkpoint import ByteCheckpointFormat
 from holdfast.interop.dcp import DcpFormat
 from holdfast.interop.deepspeed import DeepSpeedFormat
+from holdfast.interop.deepspeed_universal import UniversalFormat
 from holdfast.interop.foreign_format import ForeignFolder, ForeignFormat, ForeignState, unreadable
 from holdfast.interop.hugging_face import HuggingFaceFormat
 from holdfast.interop.megatron_format import MegatronFormat
@@ -37,6 +38,7 @@ FORMATS: Final[tuple[ForeignFormat, ...]] = (
     TorchCheckpointingFormat(),
     PeftFormat(),
     HuggingFaceFormat(),
+    UniversalFormat(),
     DeepSpeedFormat(),
     TorchFileFormat(),
 )
