@@ -519,6 +519,8 @@ class TestPreemption:
                 checkpointer.step(step)
             assert checkpointer.preempted
         assert committed(run) == [4, 6]
+        assert signal.getsignal(signal.SIGTERM) is not ours, "a job that leaves ignores it for a while"
+        Checkpointer(run, state, memory=None, save=OnPreemption()).close()
         assert signal.getsignal(signal.SIGTERM) is ours
 
     def test_before_the_first_step_it_ends_the_process(self, run: str) -> None:
