@@ -347,7 +347,7 @@ class Checkpointer:
         loop = self._loop or self._policy_loop("step")
         step = whole(step)
         self._observers.step_ends(step)
-        self._pruning.note_metrics(checked_metrics(metrics), self._group)
+        self._pruning.note_metrics(metrics := loop.metrics.sound(metrics), self._group)
         try:
             due = loop.due(step, metrics)
             self._observers.note_choice(loop.choice)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.auto_trigger import AutoTrigger
 from holdfast.checkpointer.events import SaveEvent
+from holdfast.checkpointer.loop_metrics import LoopMetrics
 from holdfast.checkpointer.loop_rules import LoopRules
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.request_trigger import RequestTrigger
@@ -82,6 +83,7 @@ class Loop:
         self._triggers.extend(self._requests)
         self.preemption = Preemption(policies, signals)
         self._wishes = _wishes_of(group, "saves")
+        self.metrics = LoopMetrics()
         #: The agreement on the end of an evaluation, whose parts are counted like steps; None before the first one.
         self._evaluation: SharedWishes | None = None
         self._part = 0

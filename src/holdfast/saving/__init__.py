@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple, SupportsFloat, SupportsIndex
 
+import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
@@ -193,32 +194,37 @@ def whole(step: object) -> int:
 def numbers_of(metrics: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
     """Convert `metrics` to the floats that are recorded. Raises `TypeError` or `ValueError` for anything that is not a
     metric."""
-    metrics = checked_metrics(metrics)
-    if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
-        raise ValueError(f"{count(len(metrics), 'metric')} and their names do not fit into the record of a commit")
-    return {name: _number_of(name, value) for name, value in metrics.items()}
+    # torch warns about the conversion of a number with a gradient.
+    return {
+        name: float(value.detach() if isinstance(value, torch.Tensor) else value)
+        for name, value in checked_metrics(metrics).items()
+    }
 
 
 def checked_metrics(metrics: Mapping[str, SupportsFloat] | None) -> Mapping[str, SupportsFloat]:
-    """The `metrics`; empty for None. Raises `TypeError` unless they are names with numbers; reads none of these."""
+    """The `metrics`; empty for None. Raises `TypeError` or `ValueError` unless they are names with one number each, and
+    fit into a record. Reads none of the numbers, which may be on a device."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics must be a dict of numbers, such as {{'loss': 0.5}}, not {metrics!r}")
     for name, value in metrics.items():
-        if type(name) is not str:
-            raise TypeError(f"the name of a metric must be a string, not {kind_of(name)}: {name!r}")
-        if not isinstance(value, SupportsFloat):
-            raise TypeError(f"metric {name!r} must be a number, not {kind_of(value)}: {value!r}")
+        check_metric(name, value)
+    if sum(6 * len(name) + 32 for name in metrics) > MAX_RECORD_NBYTES // 2:  # as JSON, at most
+        raise ValueError(f"{count(len(metrics), 'metric')} and their names do not fit into the record of a commit")
     return metrics
 
 
-def _number_of(name: str, value: SupportsFloat) -> float:
-    if not isinstance(value, torch.Tensor):
-        return float(value)
-    if value.numel() != 1 or value.is_complex() or value.is_meta:
+def check_metric(name: object, value: object) -> None:
+    """Raise `TypeError` or `ValueError` unless this is a name with one number, which it does not read."""
+    if type(name) is not str:
+        raise TypeError(f"the name of a metric must be a string, not {kind_of(name)}: {name!r}")
+    if not isinstance(value, SupportsFloat):
+        raise TypeError(f"metric {name!r} must be a number, not {kind_of(value)}: {value!r}")
+    if isinstance(value, np.ndarray) and (value.size != 1 or value.dtype.kind not in "biuf"):
+        raise ValueError(f"metric {name!r} must be one number, not of shape {value.shape} and {value.dtype}")
+    if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex() or value.is_meta):
         raise ValueError(f"metric {name!r} must be one number, not of shape {tuple(value.shape)} and {value.dtype}")
-    return float(value.detach())  # torch warns about the conversion of a number with a gradient
 
 
 def run_location(run: str | os.PathLike[str] | Location) -> Location:
