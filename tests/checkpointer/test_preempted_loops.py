@@ -148,6 +148,53 @@ def test_a_deadline_counts_from_the_notice_and_not_from_the_end_of_a_long_step(
         assert own._loop.preemption.left_s <= 59.5
 
 
+def test_a_step_that_takes_longer_than_all_limits_is_saved(run: str, state: dict[str, object]) -> None:
+    with Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGUSR1,))) as own:
+        own.step(0)
+        assert own._loop is not None
+        own._loop.preemption.patience_s = 0.1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.3)
+        own.step(1)
+    assert own.exit_code == 75
+    assert committed(run) == [1]
+
+
+def ranks_of_which_one_makes_a_long_step(run: str) -> list[int]:
+    start_new_job()
+    own = Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=OnPreemption((signal.SIGUSR2,)), timeout_s=10.0)
+    for step in own.steps(10**6):
+        time.sleep(0.02)
+        if step == 3 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            (note,) = own._signals.values()
+            assert note.noted_s is not None
+            note.noted_s -= 1000.0  # as if the step had taken so long
+        own.step(step)
+    own.close()
+    return [own.exit_code, step]
+
+
+def test_ranks_that_answer_save_after_a_step_that_took_longer_than_all_limits(run: str) -> None:
+    """The rank that had got the signal ended alone, and saved nothing."""
+    first, second = run_ranks(2, ranks_of_which_one_makes_a_long_step, run)
+    assert first == second
+    assert first[0] == 75
+    assert committed(run) == [first[1]]
+
+
+def test_a_handler_that_other_code_sets_later_is_told_of(
+    run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A preemption was lost without a word."""
+    with Checkpointer(run, state, memory=None, save=OnPreemption((signal.SIGUSR1,))) as own:
+        before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        own.step(0)
+        own.step(1)
+        signal.signal(signal.SIGUSR1, before)
+    assert caplog.text.count("other code has set a handler of SIGUSR1 after this Checkpointer was made") == 1
+
+
 SCRIPT = """
 import os, signal, sys
 import torch, holdfast

@@ -131,6 +131,15 @@ class StepAhead:
         finally:
             self._is_asking = False
 
+    def withdraw(self, registers: Registers) -> bool:
+        """Decide all appointments ahead at once, as `give_up` does. Returns whether none of them was agreed on, so that
+        this rank may leave."""
+        for appointment in tuple(self._appointments.values()):
+            self.give_up(appointment, registers)
+            if appointment.is_agreed and appointment.proposed.step > self._step:
+                return False
+        return True
+
     def propose(self, proposed: ProposedStep, registers: Registers) -> int:
         """Propose a step, and return the number of the proposal. If another rank has proposed a step under this number,
         that one counts."""

@@ -156,12 +156,13 @@ class Loop:
         preempted = None if self.preemption.has_ended else self.preemption.reason
         if preempted is not None:
             # Another save does not grant this: all ranks have to know that the loop ends with it.
-            if self.preemption.gives_up():
-                return None
             age_s = self.preemption.age_s
             if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True, age_s=age_s):
                 self.preemption.agree()
                 return Wish(preempted)
+            if self.preemption.is_overdue and self._wishes.withdraw():
+                self.preemption.give_up()
+                return None
         elif self._wish is not None and stronger(due, self._wish) is not due:
             scheduled = self._schedule.next_after(step, memory_only=self._wish.memory_only)
             return self._wish if self._wishes.wish(step, self._wish, scheduled=scheduled) else due

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 #: Part of the time until the machine is gone that is left for the end of the process: a share, and at most so long.
 _END_SHARE: Final = 0.2
 _END_S: Final = 3.0
+#: The least time for an agreement of ranks that all answer.
+_AGREEMENT_S: Final = 10.0
 #: Time for earlier saves to become durable on a rank that ends its loop alone.
 _LAST_S: Final = 10.0
 #: The least time that a wait takes, because 0 would mean no limit.
@@ -38,6 +40,10 @@ class Notice(Protocol):
     def noted_s(self) -> float | None:
         """The time (of `time.monotonic`) at which it first told this rank; None if it did not."""
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether other code may have made it deaf."""
+
 
 class Preemption:
     """The notices of a preemption that came to this rank, and the agreement of all ranks to end the loop for it."""
@@ -54,19 +60,32 @@ class Preemption:
                 if policy.notice is not None:
                     self._hooks.append(NoticeHook(policy.notice, poll_s=policy.poll_s))
         self._notices.extend(self._hooks)
+        self._is_armed = False
         #: Whether all ranks have agreed to end the loop after the last step that ended.
         self.is_agreed = False
         #: Whether this rank ends the loop alone, because the others did not agree in time.
         self.is_given_up = False
         #: The time that this rank waits for the agreement where no deadline is shorter.
         self.patience_s = math.inf
+        #: The time at which this rank first asked for it, and for how long it asks.
+        self._asked_s: float | None = None
+        self._limit_s = math.inf
         #: The time at which a rank was first told, as far as this rank knows: the deadline counts from it.
         self._known_s: float | None = None
 
     def arm(self) -> None:
         """The first step has ended: signals no longer end the process."""
+        if self._is_armed:
+            return
+        self._is_armed = True
         for each in self._notices:
             each.is_armed = True
+            if each.is_replaced:
+                _log.warning(
+                    "other code has set a handler of %s after this Checkpointer was made. If it does not call the "
+                    "one before it, no preemption is noticed: make the Checkpointer later",
+                    each.name,
+                )
 
     @property
     def reason(self) -> str | None:
@@ -90,20 +109,25 @@ class Preemption:
         """Whether the loop ends with the last step that ended."""
         return self.is_agreed or self.is_given_up
 
-    def gives_up(self) -> bool:
-        """Whether this rank, which has heard of a preemption, ends the loop without the others: they have not agreed
-        in time, so some are dead or stuck, and its signals would go unheard for ever."""
-        waited_s, limit_s = self.age_s, min(self._deadline_s, self.patience_s)
-        if waited_s < limit_s:
-            return False
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the others have not agreed in time to end the loop. This rank, which has heard of a preemption, asks
+        them in each step from the first call on."""
+        now_s = time.monotonic()
+        if self._asked_s is None:  # the step may have taken longer than any limit
+            self._asked_s = now_s
+            self._limit_s = min(self.patience_s, max(self._remaining_s(), _AGREEMENT_S))
+        return now_s - self._asked_s >= self._limit_s
+
+    def give_up(self) -> None:
+        """This rank ends its loop alone: some others are dead or stuck, and its signals would go unheard for ever."""
         _log.warning(
-            "this rank heard of a preemption %.0f s ago, and not all other ranks have agreed on a last step, so some "
-            "do not answer: it ends its loop alone, without a save of the last steps",
-            waited_s,
+            "this rank heard of a preemption %.0f s ago and asked the others to end the loop, but some do not answer: "
+            "it ends its loop alone, without a save of the last steps",
+            self.age_s,
         )
         self.is_given_up = True
-        self._deadline_s = min(self._deadline_s, waited_s + _LAST_S)
-        return True
+        self._deadline_s = min(self._deadline_s, self.age_s + _LAST_S)
 
     @property
     def age_s(self) -> float:
@@ -156,6 +180,11 @@ class NoticeHook:
     def noted_s(self) -> float | None:
         """As `Notice.noted_s`."""
         return self._answer.noted_s
+
+    @property
+    def is_replaced(self) -> bool:
+        """As `Notice.is_replaced`."""
+        return False
 
     def close(self) -> None:
         """Stop asking."""

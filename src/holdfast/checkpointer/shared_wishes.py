@@ -47,6 +47,10 @@ class SharedWishes(Protocol):
         until there is a save. `scheduled` is the next step that a save follows anyway which grants the wish; if it is
         near, this does nothing."""
 
+    def withdraw(self) -> bool:
+        """Take back the promises of this rank, which wants to end its loop alone. Returns False if all ranks have
+        agreed on a step ahead, which this rank then has to reach."""
+
     @property
     def is_stale(self) -> bool:
         """Whether the ranks have got another process group since, so that they need other `SharedWishes`."""
@@ -64,6 +68,10 @@ class WishesOfOne:
 
     def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
         """As `SharedWishes.wish`."""
+        return True
+
+    def withdraw(self) -> bool:
+        """As `SharedWishes.withdraw`."""
         return True
 
     @property
@@ -139,6 +147,14 @@ class WishesOfRanks:
             why = str(error)
         self._silent_until_s = time.monotonic() + _SILENCE_S
         _log.warning("a save is wanted (%s), but the ranks cannot agree on it: %s", proposed.reason, why)
+
+    def withdraw(self) -> bool:
+        """As `SharedWishes.withdraw`."""
+        try:
+            return self._ahead.withdraw(self._registers.foreground)
+        except StorageError as error:
+            _log.debug("the promises of this rank cannot be taken back, because the store is gone: %s", error)
+            return True
 
     @property
     def is_stale(self) -> bool:

@@ -50,6 +50,11 @@ class SignalNote:
         _notes.add(self)
         signal.signal(signum, self._handler)
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether another handler was set since, which may not call this one."""
+        return signal.getsignal(self._signum) is not self._handler
+
     def forget(self) -> None:
         """Wait for the next signal."""
         self.noted_s = None
