@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast
@@ -61,44 +62,84 @@ def test_an_older_checkpoint_that_was_loaded_whole_is_a_rollback(run: str, caplo
     train(run, training(), 11)
     start_new_job()
     state = training()
-    with caplog.at_level("INFO", logger="holdfast"):
+    with (
+        caplog.at_level("INFO", logger="holdfast"),
+        Checkpointer(run, state, memory=None, save=EverySteps(5)) as own,
+    ):
         holdfast.load(f"{run}@step=5", into=state)
-        assert train(run, state, 8) == [6, 7]
+        assert trained(own, 8) == [6, 7]
     assert "the loop goes on after step 5 at 1.1, which this job has loaded" in caplog.text
     assert [item.step for item in holdfast.ls(run)] == [7, 5, 10]
 
 
-@pytest.mark.parametrize("what", ["trained since", "another object", "a restore", "not to go on from"])
-def test_a_load_that_does_not_say_what_the_loop_goes_on_from_is_followed_by_a_restore(run: str, what: str) -> None:
-    """What failed in training and begins again in the same process holds later steps than the last checkpoint."""
+def test_a_load_after_a_restore_counts_and_so_does_one_between_two_loops(run: str) -> None:
+    """The loop went on with the steps of the restore, and the weights of the load."""
+    train(run, training(), 11)
+    start_new_job()
+    state = training()
+    with Checkpointer(run, state, memory=None, save=EverySteps(5)) as own:
+        own.restore()
+        holdfast.load(f"{run}@step=5", into=state, continues=True)
+        assert trained(own, 8) == [6, 7]
+        assert trained(own, 9) == [8]
+        own.wait()
+        holdfast.load(f"{run}@step=5", into=state, continues=True)
+        assert trained(own, 8) == [6, 7]
+        holdfast.load(f"{run}@step=5", into=state, continues=True)
+        own.restore(at="step=7")
+        assert trained(own, 10) == [8, 9]
+
+
+@pytest.mark.parametrize("what", ["trained since", "began since", "before", "another object", "a restore", "apart"])
+def test_a_load_that_does_not_say_what_the_loop_goes_on_from_is_followed_by_a_restore(
+    run: str, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    """What failed in training and begins again in the same process may hold later steps than what was loaded."""
     train(run, training(), 7)
     start_new_job()
     state = training()
-    if what == "trained since":
-        holdfast.load(f"{run}@step=5", into=state)
-        own = Checkpointer(run, state, memory=None, save=EverySteps(50))
-        steps = own.steps(20)
-        for _ in range(2):
-            own.step(next(steps))
-        own._give_up()
-    elif what == "another object":
-        holdfast.load(f"{run}@step=5", into=training(), continues=False)
-    elif what == "a restore":
-        with Checkpointer(run, state, memory=None) as own:
-            own.restore(at="step=5")
-    else:
-        holdfast.load(f"{run}@step=5", into=state, continues=False)
+    failed = Checkpointer(run, state, memory=None, save=EverySteps(50))
+    match what:
+        case "trained since" | "began since":
+            holdfast.load(f"{run}@step=5", into=state, continues=True)
+            steps = failed.steps(20)
+            assert next(steps) == 6
+            if what == "trained since":
+                failed.step(6)
+        case "before":
+            holdfast.load(f"{run}@step=5", into=state, continues=True)
+        case "another object":
+            holdfast.load(f"{run}@step=5", into=training(), continues=False)
+        case "a restore":
+            failed.restore(at="step=5")
+        case "apart":
+            holdfast.load(f"{run}@step=5", into=state, continues=False)
+    failed._give_up()
+    failed._end_loop()
     assert train(run, state, 9) == [7, 8]
+    is_told = what in ("trained since", "began since", "before")
+    assert ("the loop does not go on from step 5 at 1.1" in caplog.text) == is_told
 
 
-def ranks_that_load(run: str) -> list[int]:
+def ranks_that_load(run: str, *, alone: bool) -> list[int]:
     start_new_job()
     state: dict[str, object] = {"w": torch.zeros(5), "other": torch.ones(3)}
+    groups = [dist.new_group([rank]) for rank in range(2)]
     with Checkpointer(run, state, memory=None, save=EverySteps(5)) as own:
-        holdfast.load(run, into=state, select="w", continues=True)
-        return trained(own, 12)
+        if not alone:
+            holdfast.load(f"{run}@step=4", into=state, select="w", continues=True)
+        elif dist.get_rank() == 0:
+            holdfast.load(f"{run}@step=4", into=state, select="w", continues=True, group=groups[0])
+        steps = trained(own, 12)
+    weights = state["w"]
+    assert isinstance(weights, torch.Tensor)
+    return [*steps, int(weights[0])]
 
 
-def test_all_ranks_go_on_from_what_they_have_loaded(run: str, tmp_path: Path) -> None:
-    holdfast.save(run, {"w": torch.zeros(5), "other": torch.zeros(3)}, 9)
-    assert run_ranks(2, ranks_that_load, run) == [[10, 11], [10, 11]]
+@pytest.mark.parametrize("alone", [False, True])
+def test_all_ranks_go_on_from_what_all_have_loaded(run: str, *, alone: bool) -> None:
+    """Where one rank had loaded alone, the other one trained with the weights that it had."""
+    for step in (4, 9):
+        holdfast.save(run, {"w": torch.full((5,), float(step)), "other": torch.zeros(3)}, step)
+    expected = [10, 11, 9] if alone else [5, 6, 7, 8, 9, 10, 11, 4]
+    assert run_ranks(2, partial(ranks_that_load, alone=alone), run) == [expected, expected]

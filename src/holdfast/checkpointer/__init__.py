@@ -57,6 +57,7 @@ from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
+from holdfast.run.session import JOB
 from holdfast.saving import checked_metrics, numbers_of, run_location, whole
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
@@ -154,11 +155,11 @@ class Checkpointer:
         self._signals = {} if save is None else note_signals(save.parts())
         #: The decisions on when to save; None before they are needed.
         self._loop: Loop | None = None
-        self._was_preempted = False
-        self._ignores_s = 0.0  # the time after the end for which signals do nothing
+        self._was_preempted, self._ignores_s = False, 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
         self._own_resume = OwnResume(lambda: self._run, max_resumes)
+        JOB.note_trained()
 
     @outer(CHECKPOINTER_SAVE)
     def save(
@@ -312,7 +313,7 @@ class Checkpointer:
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`, for the loop that trains. Restores the state first, unless
-        `restore` did, or `holdfast.load` from the run since the last save or step. A second loop goes on where
+        `restore` did, or a later `holdfast.load` of a checkpoint of the run. A second loop goes on where
         the first one ended. Each step must end with a call of `step`. The last one is followed by a save, whatever the
         policy says. On a preemption (`OnPreemption`) it ends early, on all ranks after the same step.
 
@@ -323,9 +324,9 @@ class Checkpointer:
         loop = self._policy_loop("steps")
         if self._restored is None:
             loop.check_restorable()
-        where, rules = (self._run, self._state, self._restored), loop.rules(total)
-        self._restored = loaded_before(*where, rules, group=self._group, timeout_s=self._limit_s) or self.restore()
-        step = loop.begin(self._restored.next_step, last=total - 1)
+        loaded = loaded_before(self._run, self._state, loop.rules(total), group=self._group, timeout_s=self._limit_s)
+        self._restored = loaded or self._restored or self.restore()
+        step = loop.begin(self._restored.next_step, last=total - 1, anew=loaded is not None)
         while step < total and not loop.is_over:
             yield step
             step = loop.next_after(step)
@@ -374,8 +375,7 @@ class Checkpointer:
 
     @property
     def exit_code(self) -> int:
-        """The code with which the script should exit: 75 (EX_TEMPFAIL, try again later) if the loop was `preempted`,
-        else 0. May be asked after `close` too."""
+        """The exit code of the script: 75 (EX_TEMPFAIL, try again later) if the loop was `preempted`, else 0."""
         return os.EX_TEMPFAIL if self.preempted else 0
 
     def interruptible(self, parts: Iterable[T]) -> Iterator[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -11,49 +12,74 @@ from holdfast.checkpointer.loop_rules import LoopRules, check_alike
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
-from holdfast.phases import LOG
-from holdfast.run.session import JOB
+from holdfast.phases import LOG, attempt
+from holdfast.run.session import JOB, Load
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
+_log = logging.getLogger(__name__)
 
-class _LoadedBefore(msgspec.Struct, frozen=True):
-    """The step and the place of the checkpoint that the first rank has loaded; None if it has loaded none."""
 
+class _LoopStart(msgspec.Struct, frozen=True):
+    """One rank's rules for a loop, and the step and place of the checkpoint that the rank has loaded for it."""
+
+    rules: LoopRules
     step: int | None = None
     place: str | None = None
 
 
+class _Agreed(msgspec.Struct, frozen=True):
+    """The checkpoint that all ranks have loaded; None if there is none. `is_mixed`: some have loaded another one."""
+
+    step: int | None = None
+    place: str | None = None
+    is_mixed: bool = False
+
+
 def loaded_before(
-    run: Location,
-    state: Mapping[str, object],
-    restored: RestoreReport | None,
-    rules: LoopRules,
-    *,
-    group: ProcessGroup | None,
-    timeout_s: float,
+    run: Location, state: Mapping[str, object], rules: LoopRules, *, group: ProcessGroup | None, timeout_s: float
 ) -> RestoreReport | None:
-    """The report of what a loop goes on from: of the last restore (`restored`), or one whose place a call of
-    `holdfast.load` has taken: it filled `state` from a checkpoint of `run`, with options that a restore does not have,
-    and neither a save nor a step of a loop has followed it. None otherwise. The notes of the first rank decide.
+    """The report of a restore whose place a call of `holdfast.load` has taken on all ranks: it filled `state` from a
+    checkpoint of `run`, with options that a restore does not have, after the `Checkpointer` was made, and no restore,
+    save, step or begin of a loop has followed it. None otherwise.
 
     Collective over `group`. Raises, on all ranks, the error that their `rules` for the loop differ."""
     deadline = Deadline(timeout_s)
     channel = default_channel("resume", group, deadline=deadline)
 
-    def find(ranks: Sequence[LoopRules]) -> _LoadedBefore:
-        check_alike(ranks)
-        if restored is not None:
-            return _LoadedBefore()
-        with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as store:
-            load = JOB.chosen(store.resolved(), JOB.sources(lambda: parts_of(state)))
-        return _LoadedBefore() if load is None else _LoadedBefore(load.step, str(load.place))
+    def start() -> _LoopStart:
+        load = _chosen(run, state, deadline) if JOB.has_loaded else None
+        if load is None or load.number <= JOB.trained:
+            if load is not None and load.continues and channel.rank == 0:
+                _log.warning(
+                    "the loop does not go on from step %d at %s, which this job has loaded: training may have changed "
+                    "the state since. Load it after the Checkpointer was made, right before the loop",
+                    load.step,
+                    load.place,
+                )
+            return _LoopStart(rules)
+        return _LoopStart(rules, load.step, str(load.place))
 
-    found = channel.exchange("resume", rules, find, deadline, takes=LoopRules, gives=_LoadedBefore)
-    if found.step is None:
-        return restored
+    agreed = channel.exchange("resume", attempt(start), _agreed, deadline, takes=_LoopStart, gives=_Agreed)
+    if channel.rank == 0 and agreed.is_mixed:
+        _log.warning("the ranks have not all loaded one checkpoint of '%s', so the loop does not go on from it", run)
+    if agreed.step is None:
+        return None
     if channel.rank == 0:
-        LOG.info("the loop goes on after step %d at %s, which this job has loaded", found.step, found.place)
-    return RestoreReport(found.step, found.place, "storage", None)
+        LOG.info("the loop goes on after step %d at %s, which this job has loaded", agreed.step, agreed.place)
+    return RestoreReport(agreed.step, agreed.place, "storage", None)
+
+
+def _chosen(run: Location, state: Mapping[str, object], deadline: Deadline) -> Load | None:
+    with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as store:
+        return JOB.chosen(store.resolved(), JOB.sources(lambda: parts_of(state)))
+
+
+def _agreed(ranks: Sequence[_LoopStart]) -> _Agreed:
+    check_alike([rank.rules for rank in ranks])
+    first = ranks[0]
+    if any((rank.step, rank.place) != (first.step, first.place) for rank in ranks):
+        return _Agreed(is_mixed=True)
+    return _Agreed(first.step, first.place)

@@ -117,11 +117,12 @@ class Loop:
         if self._next is not None:
             raise _unrestored(self._next - 1)
 
-    def begin(self, step: int, *, last: int) -> int:
-        """The loop begins with `step`, unless another step is expected, and ends with `last`, which a save follows
-        whatever the policy says. Returns the first step."""
-        if self._next is None:
+    def begin(self, step: int, *, last: int, anew: bool) -> int:
+        """The loop begins with `step`, unless another step is expected and it does not begin `anew`, and ends with
+        `last`, which a save follows whatever the policy says. Returns the first step."""
+        if self._next is None or anew:
             self._next = step
+        JOB.note_trained()
         self._was_restored = False
         self._schedule.last = last
         if self._next > last and self._is_first_rank:

@@ -162,8 +162,8 @@ class Session:
         #: The number of the newest load that filled tensor memory, and of the newest one that a save must consider.
         self._newest_in_memory = 0
         self._unused = 0
-        #: The number of the newest load when a step of a loop last ended.
-        self._trained = 0
+        #: The number of the newest load when a loop last began or ended a step, or a `Checkpointer` was made.
+        self.trained = 0
         #: Whether a load or a transfer has failed half way: then every save must look at what it saves.
         self._has_torn = False
 
@@ -216,16 +216,21 @@ class Session:
                 return NEVER_LOADED._replace(number=self._number)
             return Sources(frozenset(load for part in parts() for load in self._last(part)), self._number)
 
+    @property
+    def has_loaded(self) -> bool:
+        """Whether anything was loaded or failed to load."""
+        return self._number > 0
+
     def note_trained(self) -> None:
-        """Remember that a step of a loop has ended: training has changed what was loaded before. (One assignment,
-        because every step calls this.)"""
-        self._trained = self._number
+        """Remember that training may have changed what was loaded before. (One assignment, because every step calls
+        this.)"""
+        self.trained = self._number
 
     @outer(NOTES)
     def chosen(self, root: str, sources: Sources) -> Load | None:
         """The load of the run at `root` by which the caller chose what a loop goes on from: a call of `holdfast.load`
-        that filled a state with these `sources`, as a save from there requires it, and that no save and no step of a
-        loop has followed. None if there is none."""
+        that filled a state with these `sources`, as a save from there requires it, and that no save has followed. None
+        if there is none. Training may have followed it: compare its number with `trained`."""
         with self._lock:
             memory = self._memories.get(root)
             if memory is None:
@@ -233,7 +238,7 @@ class Session:
             loads = sources.loads or frozenset((memory.loaded,))
             each = {_counted(load, memory, sources.number) for load in loads}
             load = each.pop() if len(each) == 1 else None
-            if load is None or load.is_restore or load.is_torn or load.number <= self._trained:
+            if load is None or load.is_restore or load.is_torn:
                 return None
             return load if load.is_whole or load.continues else None
 
