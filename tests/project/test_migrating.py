@@ -91,6 +91,11 @@ def pieces(section: str) -> list[str]:
     return re.findall(r"```py\n(.*?)```", text, re.DOTALL)
 
 
+def with_own_trainer(code: str) -> str:
+    """The piece of code with the `Trainer` of `TRANSFORMERS`, which prints and kills, in place of the imported one."""
+    return code.replace("import Trainer, TrainingArguments", "import TrainingArguments")
+
+
 def arguments_in(title: str) -> set[str]:
     """The arguments in the first column of the table of options that begins with this title."""
     table = PAGE.read_text().partition(title)[2].partition("\n\n")[0]
@@ -224,7 +229,7 @@ def samples_of(lines: list[str]) -> dict[int, list[int]]:
 def test_a_job_of_a_framework_loses_nothing_to_a_preemption_of_one_rank(
     section: str, names: str, run: str, tmp_path: Path
 ) -> None:
-    before, after = pieces(section)
+    before, after = map(with_own_trainer, pieces(section))
     (tmp_path / "today").mkdir()
     (tmp_path / "today" / "train.py").write_text(names + before)
     for _ in range(2):
@@ -266,7 +271,7 @@ def test_a_job_of_a_framework_loses_nothing_to_a_preemption_of_one_rank(
 def test_a_job_of_a_framework_brings_an_old_checkpoint_along(
     section: str, names: str, old: str, changes: dict[str, str], tmp_path: Path
 ) -> None:
-    before, after = pieces(section)
+    before, after = map(with_own_trainer, pieces(section))
     script = tmp_path / "train.py"
     script.write_text(names + before)
     assert run_torchrun(tmp_path, 1, "12", "-1").status == 0
