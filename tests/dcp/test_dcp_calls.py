@@ -187,6 +187,8 @@ def test_a_pinned_checkpoint_stays_beside_the_one_that_replaces_it(
     dcp.save({"x": 2}, checkpoint_id=tmp_path / "c")
     assert len(holdfast.ls(tmp_path / "c")) == 2
     assert "keeps a checkpoint that was replaced" in caplog.text
+    dcp.save({"x": 2.5}, checkpoint_id=tmp_path / "c")
+    assert len(holdfast.ls(tmp_path / "c")) == 2  # those that are not pinned go
     holdfast.unpin(f"{tmp_path / 'c'}@{only.place}")
     dcp.save({"x": 3}, checkpoint_id=tmp_path / "c")
     assert len(holdfast.ls(tmp_path / "c")) == 1

@@ -60,9 +60,12 @@ def remove_replaced(replaced: Replaced, timeout_s: float) -> None:
         with TimedStore(open_store(replaced.location), timeout_s=timeout_s) as storage:
             run = Run.open(storage)
             for place in replaced.places:
-                _remove(run, place)
+                try:
+                    _remove(run, place)
+                except HoldfastError as error:  # a pin, say: the others can go
+                    _tell(replaced, error)
     except HoldfastError as error:
-        _log.warning("'%s' keeps a checkpoint that was replaced: %s", replaced.location, error)
+        _tell(replaced, error)
 
 
 def _remove(run: Run, place: Place) -> None:
@@ -73,6 +76,10 @@ def _remove(run: Run, place: Place) -> None:
     else:
         remove_checkpoint(run, commit)
     run.storage.delete(_key(place))
+
+
+def _tell(replaced: Replaced, error: HoldfastError) -> None:
+    _log.warning("'%s' keeps a checkpoint that was replaced: %s", replaced.location, error)
 
 
 def _marked(storage: Store) -> list[Place]:
