@@ -245,3 +245,17 @@ def test_the_command_writes_such_a_folder(tmp_path: Path) -> None:
     done = holdfast_command("export", tmp_path / "run", tmp_path / "universal", "--to", "deepspeed-universal", "--json")
     assert done.json["to"] == "deepspeed-universal"
     assert (tmp_path / "universal/latest_universal").read_text() == "global_step7_universal"
+
+
+@pytest.mark.parametrize("name", ["fp32", "..", "step2/../../pwn", "/tmp/pwn"])
+def test_a_slot_whose_name_is_none_of_a_file_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    """A slot "fp32" would have overwritten the weight, in the middle of the export."""
+    state = simple(torch.optim.SGD)
+    optimizer = state["optimizer"]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter][name] = torch.ones_like(parameter)
+    with pytest.raises(IncompatibleError, match="whose name is none of a file") as caught:
+        exported(state, tmp_path)
+    assert caught.value.code == "incompatible.export"
+    assert not (tmp_path / "universal").exists()

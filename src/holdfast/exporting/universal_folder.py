@@ -13,6 +13,7 @@ DeepSpeed's own converter writes another form for ZeRO-3 than for the other stag
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -64,6 +65,10 @@ def _tensor_files(folder: str, choice: ChosenContent, trained: Sequence[TrainedP
     of which DeepSpeed looks for one name, and no checkpoint says which."""
     files: dict[str, list[NewFile]] = {}
     for each in trained:
+        for key, tensor in each.slots.items():
+            if key == "fp32" or not re.fullmatch(r"\w+", str(key), re.ASCII):
+                what = f"is a slot {key!r}, whose name is none of a file in the folder of a parameter"
+                raise unfit(tensor.name, what, 'Leave the optimizer out: select="!optimizer".')
         for key, tensor in (("fp32", each.master), *each.slots.items()):
             content = {"param": whole_tensor(tensor), "cat_dim": 0}
             files[tensor.name] = [archive_file(f"{folder}/{name}/{key}.pt", content) for name in each.names]
