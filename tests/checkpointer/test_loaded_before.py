@@ -90,7 +90,9 @@ def test_a_load_after_a_restore_counts_and_so_does_one_between_two_loops(run: st
         assert trained(own, 10) == [8, 9]
 
 
-@pytest.mark.parametrize("what", ["trained since", "began since", "before", "another object", "a restore", "apart"])
+@pytest.mark.parametrize(
+    "what", ["trained since", "began since", "saved since", "before", "another object", "a restore", "apart"]
+)
 def test_a_load_that_does_not_say_what_the_loop_goes_on_from_is_followed_by_a_restore(
     run: str, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
@@ -108,16 +110,23 @@ def test_a_load_that_does_not_say_what_the_loop_goes_on_from_is_followed_by_a_re
                 failed.step(6)
         case "before":
             holdfast.load(f"{run}@step=5", into=state, continues=True)
+        case "saved since":
+            holdfast.load(f"{run}@step=5", into=state, continues=True)
+            holdfast.save(f"{run}-other", state, 0)
         case "another object":
-            holdfast.load(f"{run}@step=5", into=training(), continues=False)
+            holdfast.load(f"{run}@step=5", into=training(), continues=True)
         case "a restore":
             failed.restore(at="step=5")
         case "apart":
             holdfast.load(f"{run}@step=5", into=state, continues=False)
-    failed._give_up()
-    failed._end_loop()
-    assert train(run, state, 9) == [7, 8]
-    is_told = what in ("trained since", "began since", "before")
+    if what in ("saved since", "another object", "apart"):
+        with failed:
+            assert trained(failed, 9) == [7, 8]
+    else:
+        failed._give_up()
+        failed._end_loop()
+        assert train(run, state, 9) == [7, 8]
+    is_told = what in ("trained since", "began since", "saved since", "before")
     assert ("the loop does not go on from step 5 at 1.1" in caplog.text) == is_told
 
 

@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 
 import holdfast
 from holdfast import dcp
+from holdfast.dcp.replaced import mark_replaced
 from holdfast.errors import ConfigurationError, IncompatibleError
+from holdfast.store.urls import location_of
 from tests.dcp.dcp_scripts import contents, load_app, save_app, trained
 from tests.support.bound import bits
 from tests.support.models import start_new_job
@@ -192,6 +194,19 @@ def test_a_pinned_checkpoint_stays_beside_the_one_that_replaces_it(
     holdfast.unpin(f"{tmp_path / 'c'}@{only.place}")
     dcp.save({"x": 3}, checkpoint_id=tmp_path / "c")
     assert len(holdfast.ls(tmp_path / "c")) == 1
+
+
+def test_the_mark_of_a_killed_save_does_not_make_a_history_one_checkpoint(tmp_path: Path) -> None:
+    """A save of DCP deleted both checkpoints of a history, because an earlier one had been killed."""
+    dcp.save({"x": 1}, checkpoint_id=tmp_path / "c")
+    assert mark_replaced(location_of(str(tmp_path / "c")), 10.0) is not None  # a save begins, and is killed
+    start_new_job()
+    into = {"x": 0}
+    holdfast.load(tmp_path / "c", into=into)
+    holdfast.save(tmp_path / "c", into, 7)
+    start_new_job()
+    dcp.save({"x": 2}, checkpoint_id=tmp_path / "c")
+    assert [item.step for item in holdfast.ls(tmp_path / "c")] == [8, 7, 0]
 
 
 def test_a_folder_with_a_checkpoint_is_refused_without_overwrite(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ class Loop:
         if self._wishes.is_stale:
             self._wishes.close()
             self._wishes = _wishes_of(self._group, "saves")
-        agreed = self._wishes.enter(step)
+        agreed = self._wishes.enter(step, patience_s=self.preemption.known_left_s)
         if agreed is not None and agreed.ends:
             self.preemption.agree(age_s=agreed.age_s)
         broken_off, self._broken_off = self._broken_off, None
@@ -197,7 +197,7 @@ class Loop:
         if self.preemption.has_ended:
             return True
         self._part += 1
-        agreed = self._evaluation.enter(self._part)
+        agreed = self._evaluation.enter(self._part, patience_s=self.preemption.known_left_s)
         reason = self.preemption.reason
         age_s = self.preemption.age_s
         if agreed is not None:

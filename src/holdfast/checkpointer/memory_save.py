@@ -15,9 +15,8 @@ from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
 from holdfast.format.patterns import Globs
-from holdfast.run.session import JOB, NEVER_LOADED
 from holdfast.snapshot.capture import Snapshot
-from holdfast.state.identity import parts_of
+from holdfast.state.identity import sources_of
 
 
 def save_into_memory(
@@ -43,7 +42,7 @@ def save_into_memory(
         tier.put_off(channel, deadline)
     machine.begin("node memory", is_first_rank=channel.rank == 0)
     stager = tier.stager
-    sources = JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED  # only rank 0 asks
+    sources = sources_of(state, is_first_rank=channel.rank == 0)
     hold = stager.guard.hold(timeout_s=deadline.remaining_s())
     try:
         taken = capture(state, select=select, stager=stager, channel=channel, known=job.known)

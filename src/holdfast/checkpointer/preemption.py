@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 _END_SHARE: Final = 0.2
 _END_S: Final = 3.0
 #: The least time for an agreement of ranks that all answer.
-_AGREEMENT_S: Final = 10.0
+_AGREEMENT_S: Final = 3.0
 #: Time for earlier saves to become durable on a rank that ends its loop alone.
 _LAST_S: Final = 10.0
 #: The least time that a wait takes, because 0 would mean no limit.

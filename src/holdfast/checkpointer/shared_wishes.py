@@ -37,9 +37,9 @@ _LEFT: Final = "left"
 class SharedWishes(Protocol):
     """The wishes of all ranks for a save. All ranks enter the same steps."""
 
-    def enter(self, step: int) -> ProposedStep | None:
+    def enter(self, step: int, *, patience_s: float) -> ProposedStep | None:
         """Enter `step`. Returns what all ranks have agreed on, if they have agreed to save after it, with the present
-        age of the reason. Seldom blocks."""
+        age of the reason. Seldom blocks, and at most for `patience_s`."""
 
     def wish(self, step: int, wish: Wish, *, scheduled: int | None, ends: bool = False, age_s: float = 0.0) -> bool:
         """This rank, which has entered `step`, wants a save, and has known the reason for `age_s` seconds; with `ends`,
@@ -62,7 +62,7 @@ class SharedWishes(Protocol):
 class WishesOfOne:
     """The wishes of the only rank: each is granted at once."""
 
-    def enter(self, step: int) -> ProposedStep | None:
+    def enter(self, step: int, *, patience_s: float) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
         return None
 
@@ -102,7 +102,7 @@ class WishesOfRanks:
         self._silent_until_s = 0.0
         self._rounds = Rounds(_Listener(self._ahead, self._registers.background, poll_s).look, name=f"holdfast-{use}")
 
-    def enter(self, step: int) -> ProposedStep | None:
+    def enter(self, step: int, *, patience_s: float) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
         now_s = time.monotonic()
         if self._entered_s is not None:
@@ -114,7 +114,7 @@ class WishesOfRanks:
         if appointment is None:
             return None
         try:
-            appointment.decided.wait(_PATIENCE_S)
+            appointment.decided.wait(min(_PATIENCE_S, patience_s))
         finally:  # also on Ctrl-C, for the others wait for this rank
             self._ahead.give_up(appointment, self._registers.foreground)
         self._entered_s = None  # a save takes its own time

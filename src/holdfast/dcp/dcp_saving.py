@@ -23,9 +23,9 @@ from holdfast.dcp.replaced import mark_replaced, remove_replaced
 from holdfast.errors import FencedError
 from holdfast.phases import attempt, done
 from holdfast.reports import SaveReport
-from holdfast.run.session import JOB, NEVER_LOADED, Sources
+from holdfast.run.session import Sources
 from holdfast.saving import save_over
-from holdfast.state.identity import parts_of
+from holdfast.state.identity import sources_of
 from holdfast.state.sharded_tensors import is_sharded
 
 #: The advice for a job whose folder another one has taken over. Saves take over by themselves, so no option does.
@@ -72,7 +72,9 @@ def save(
     channel, ranks = participants(f"dcp.save to {into.location}", process_group, deadline, no_dist=no_dist)
     state = attempt(lambda: plain_states(state_dict))
     beginning = _begin(channel, state, into, deadline)
-    writing = _FolderSave(channel, ranks, into, beginning.step, _sources(channel, done(state)))
+    writing = _FolderSave(
+        channel, ranks, into, beginning.step, sources_of(done(state), is_first_rank=channel.rank == 0)
+    )
     return writing.run(done(state), deadline)
 
 
@@ -121,7 +123,7 @@ def async_save(
             ready.close()
         raise
     copied = done(ready)
-    sources = _sources(channel, copied.state)
+    sources = sources_of(copied.state, is_first_rank=channel.rank == 0)
     writing = _FolderSave(channel.in_background(), ranks, into, beginning.step, sources, is_background=True)
     saved = _BACKGROUND.submit(lambda: writing.run_staged(copied))
     if isinstance(copied.staged, Future):
@@ -192,11 +194,6 @@ def _begin(channel: Channel, ready: object, into: Destination, deadline: Deadlin
         takes=bytes,
         gives=Beginning,
     )
-
-
-def _sources(channel: Channel, state: Mapping[str, object]) -> Sources:
-    """The loads that filled the state; only rank 0 asks."""
-    return JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED
 
 
 @dataclass

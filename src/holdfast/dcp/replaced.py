@@ -10,11 +10,16 @@ import logging
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import msgspec
+from msgspec import DecodeError
+
+from holdfast.decoding import decode_json
 from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format.records import MARKER_KEY, Place, commit_name, parse_commit_name
 from holdfast.run.history import Run
 from holdfast.run.leases import await_ended_reads
 from holdfast.run.removal import remove_checkpoint
+from holdfast.run.session import JOB
 from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -23,6 +28,12 @@ _log = logging.getLogger(__name__)
 
 #: The folder of a run in which the name of an object marks the commit of the same name.
 _MARKS: Final = "replaced"
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """A mark: the incarnation of the job that is about to replace the checkpoint."""
+
+    by: str
 
 
 class Replaced(NamedTuple):
@@ -43,12 +54,16 @@ def mark_replaced(location: Location, timeout_s: float) -> Replaced | None:
         names = storage.list("")
         if MARKER_KEY not in names:
             return None
-        marked = _marked(storage) if _MARKS in names else []
-        current = [place for place in Run.open(storage).places() if place not in marked]
+        run = Run.open(storage)
+        places = run.places()
+        marked = _replaced(run, places) if _MARKS in names else []
+        current = [place for place in places if place not in marked]
         if len(current) > 1 or not (current or marked):
             return None
+        mark = msgspec.json.encode(_Mark(JOB.incarnation(run)))
         for place in current:
-            storage.create(_key(place), b"{}\n")
+            storage.delete(_key(place))  # that of a save that was killed before its commit
+            storage.create(_key(place), mark)
         return Replaced(location, [*marked, *current])
 
 
@@ -82,8 +97,19 @@ def _tell(replaced: Replaced, error: HoldfastError) -> None:
     _log.warning("'%s' keeps a checkpoint that was replaced: %s", replaced.location, error)
 
 
-def _marked(storage: Store) -> list[Place]:
-    return [place for place in map(parse_commit_name, storage.list(_MARKS)) if place is not None]
+def _replaced(run: Run, places: Sequence[Place]) -> list[Place]:
+    """The marked checkpoints that were replaced: the job that marked them has committed one that is not marked. Other
+    marks are of saves that were killed before their commit, and say nothing."""
+    by = {place: _by(run.storage, place) for place in map(parse_commit_name, run.storage.list(_MARKS)) if place}
+    jobs = {run.epoch(place.epoch).incarnation for place in places if place not in by}
+    return [place for place, job in by.items() if job in jobs]
+
+
+def _by(storage: Store, place: Place) -> str:
+    try:
+        return decode_json(storage.read(_key(place)), _Mark).by
+    except (NotFoundError, DecodeError):
+        return ""
 
 
 def _key(place: Place) -> str:

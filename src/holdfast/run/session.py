@@ -236,11 +236,11 @@ class Session:
             if memory is None:
                 return None
             loads = sources.loads or frozenset((memory.loaded,))
-            each = {_counted(load, memory, sources.number) for load in loads}
-            load = each.pop() if len(each) == 1 else None
-            if load is None or load.is_restore or load.is_torn:
+            load = max(loads, key=_number_of)
+            # A later load with `continues` that filled another object says nothing about what this state holds.
+            if load is None or load.is_restore or load.is_torn or _counted(load, memory, sources.number) is not load:
                 return None
-            return load if load.is_whole or load.continues else None
+            return load if load.continues or (load.is_whole and len(loads) == 1) else None
 
     @outer(NOTES)
     def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:

@@ -39,14 +39,14 @@ from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
-from holdfast.run.session import JOB, NEVER_LOADED, Sources
+from holdfast.run.session import Sources
 from holdfast.saving.messages import ANSWERS, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.shares import share_in, write_share
 from holdfast.saving.stored_place import StoredPlace
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
-from holdfast.state.identity import parts_of
+from holdfast.state.identity import sources_of
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -149,7 +149,7 @@ def save_to_storage(
         select=select,
         takeover=takeover,
         is_strict=is_strict,
-        sources=JOB.sources(lambda: parts_of(state)) if channel.rank == 0 else NEVER_LOADED,  # only rank 0 asks
+        sources=sources_of(state, is_first_rank=channel.rank == 0),
         known=_known.setdefault((location.url, ranks), StoredPlanCache()),
     )
 

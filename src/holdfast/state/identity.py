@@ -24,7 +24,7 @@ from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.module import innermost
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
-from holdfast.run.session import FilledMemory, Identity, StatePart
+from holdfast.run.session import JOB, NEVER_LOADED, FilledMemory, Identity, Sources, StatePart
 from holdfast.state.local_placements import local_parts
 from holdfast.state.per_rank import PerRank
 from holdfast.state.sharded_tensors import is_sharded
@@ -104,6 +104,14 @@ def parts_of(state: object) -> list[StatePart]:
     if objects:
         return list(_parts([item for item in objects if _is_trained(item)] or objects))
     return [StatePart(None, partial(_numbers_of_loose, loose))] if loose else []
+
+
+def sources_of(state: object, *, is_first_rank: bool) -> Sources:
+    """The loads that last filled a `state` that is about to be saved; only the first rank asks. On all ranks, what was
+    loaded before the save no longer says from where a loop goes on."""
+    sources = JOB.sources(lambda: parts_of(state)) if is_first_rank else NEVER_LOADED
+    JOB.note_trained()
+    return sources
 
 
 def found_in(state: object) -> list[Found]:
