@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import exporting
 from holdfast.errors import HoldfastError
 from tests.support.bound import bits
 
@@ -71,6 +72,36 @@ def test_a_second_iteration_moves_the_tracker_and_a_second_export_of_one_is_refu
         holdfast.export(tmp_path / "run-1", tmp_path / "new", "megatron")
     assert caught.value.code == "config.destination"
     assert (tmp_path / "new" / TRACKER).read_text() == "2"
+
+
+def test_an_export_that_was_killed_before_the_tracker_is_finished_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder was whole, so the same call refused it, and no tracker was ever written."""
+    holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "write_tracker", die)
+    with pytest.raises(KeyboardInterrupt):
+        holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    monkeypatch.undo()
+    assert not (tmp_path / "new" / TRACKER).exists()
+    report = holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert set(report.files) <= set(report.kept)
+    assert holdfast.open(tmp_path / "new")["model/weight"][...].tolist() == [1.0, 1.0]
+
+
+def test_an_older_iteration_does_not_take_the_tracker_from_a_later_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Megatron would have gone on from the older one without a word."""
+    for step in (500, 3):
+        holdfast.save(tmp_path / f"run-{step}", {"model": {"weight": torch.ones(2)}}, step)
+        holdfast.export(tmp_path / f"run-{step}", tmp_path / "new", "megatron")
+    assert (tmp_path / "new" / TRACKER).read_text() == "500"
+    assert "keeps naming iteration 500, which is later than 3" in caplog.text
 
 
 def test_a_state_without_a_step_is_a_release(tmp_path: Path) -> None:

@@ -123,7 +123,8 @@ def save_layouts(folder: str) -> list[tuple[str, bytes]]:
     state["deep"] = {"cube": distribute_tensor(torch.arange(60).reshape(3, 4, 5), mesh, (Shard(1), Shard(2)))}
     state["none"] = distribute_tensor(torch.zeros(0, 3), mesh, (Shard(0), Shard(0)))
     state["scalar"] = torch.tensor(2.5)
-    manager().save(folder, {"t": state, "rank": {"mine": dist.get_rank(), "all": "x"}})
+    own = {"own": torch.full((2,), dist.get_rank())}
+    manager().save(folder, {"t": state, "rank": {"mine": dist.get_rank(), "all": "x"}, "plain": own})
     flat = [(name, item) for name, item in state.items() if name != "deep"] + [("deep/cube", state["deep"]["cube"])]
     return [(name, bits(whole(item))) for name, item in flat]
 
@@ -135,7 +136,13 @@ def test_every_division_is_read_whole_and_values_of_ranks_by_rank(tmp_path: Path
     assert bits(view["t/both"][2:5, 3:]) == bits(torch.arange(77.0).reshape(7, 11)[2:5, 3:])
     assert view.value("rank/all") == "x"
     assert [view.value(f"rank/mine/%rank={rank}") for rank in range(4)] == [0, 1, 2, 3]
-    assert view.names() == sorted(f"t/{name}" for name, _ in saved)
+    own = [f"plain/own/%rank={rank}" for rank in range(4)]
+    assert view.names() == sorted([*own, *(f"t/{name}" for name, _ in saved)])
+    for rank in range(3):
+        (tmp_path / "c" / f"plain_{rank}.pt").unlink()
+    # The tensor of one rank is not taken for that of all.
+    with pytest.raises(HoldfastError, match="nothing says how the tensors of the ranks make up one"):
+        holdfast.load(tmp_path / "c", into={"plain": {"own": torch.zeros(2, dtype=torch.int64)}}, select="plain/own")
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ class _LoopStart(msgspec.Struct, frozen=True):
     place: str | None = None
 
 
-class _Agreed(msgspec.Struct, frozen=True):
+class _AgreedStart(msgspec.Struct, frozen=True):
     """The checkpoint that all ranks have loaded; None if there is none. `is_mixed`: some have loaded another one."""
 
     step: int | None = None
@@ -62,7 +62,7 @@ def loaded_before(
             return _LoopStart(rules)
         return _LoopStart(rules, load.step, str(load.place))
 
-    agreed = channel.exchange("resume", attempt(start), _agreed, deadline, takes=_LoopStart, gives=_Agreed)
+    agreed = channel.exchange("resume", attempt(start), _agreed, deadline, takes=_LoopStart, gives=_AgreedStart)
     if channel.rank == 0 and agreed.is_mixed:
         _log.warning("the ranks have not all loaded one checkpoint of '%s', so the loop does not go on from it", run)
     if agreed.step is None:
@@ -77,9 +77,9 @@ def _chosen(run: Location, state: Mapping[str, object], deadline: Deadline) -> L
         return JOB.chosen(store.resolved(), JOB.sources(lambda: parts_of(state)))
 
 
-def _agreed(ranks: Sequence[_LoopStart]) -> _Agreed:
+def _agreed(ranks: Sequence[_LoopStart]) -> _AgreedStart:
     check_alike([rank.rules for rank in ranks])
     first = ranks[0]
     if any((rank.step, rank.place) != (first.step, first.place) for rank in ranks):
-        return _Agreed(is_mixed=True)
-    return _Agreed(first.step, first.place)
+        return _AgreedStart(is_mixed=True)
+    return _AgreedStart(first.step, first.place)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -174,9 +175,8 @@ def _written(state: StoredState, folder: NewFolder, dst: str, to: str, num_value
     name = iteration_name(state.record.step) if to == "megatron" else ""
     storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
     with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
-        written = write_folder(storage, folder, state, advance=advance)
-    if name:
-        write_tracker(open_store(location_of(dst)), name)
+        finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
+        written = write_folder(storage, folder, state, advance=advance, finish=finish)
     report = ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),

@@ -177,12 +177,18 @@ def _is_record_of(data: bytes, folder: NewFolder) -> bool:
 
 
 def write_folder(
-    storage: Store, folder: NewFolder, state: StoredState, *, advance: Callable[[int], None]
+    storage: Store,
+    folder: NewFolder,
+    state: StoredState,
+    *,
+    advance: Callable[[int], None],
+    finish: Callable[[], None] | None = None,
 ) -> WrittenFolder:
     """Write `folder` into the place `storage`, with the tensors of `state`. Blocks until all of it is durable.
 
     Files that an interrupted call has finished stay. Memory is bounded: a window for each thread of the writer, and
-    the edge blocks. `advance` gets the bytes done since its last call, of such files too.
+    the edge blocks. `advance` gets the bytes done since its last call, of such files too. `finish` is the last step,
+    for what lies outside of the folder: a call that continues an interrupted one makes it again.
 
     Raises as `finished_files`, and `StorageError`, code ``storage.full``, where the disk lacks the space: both before
     anything is written. Later errors leave a folder that the same call continues.
@@ -201,6 +207,8 @@ def write_folder(
         for file in todo:
             _write(storage, file, state, blocks, pool, advance)
     _create(storage, folder.last, kept)
+    if finish is not None:
+        finish()
     storage.delete(RECORD_NAME)
     created = [len(data) for name, data in (*folder.first.items(), *folder.last.items()) if name not in kept]
     return WrittenFolder(tuple(sorted(kept)), sum(file.nbytes for file in todo) + sum(created), blocks.bytes_read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -17,6 +18,8 @@ from holdfast.interop.dcp import METADATA
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.store.base import Store
 
+_log = logging.getLogger(__name__)
+
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 COMMON: Final = "common.pt"
 CONFIG: Final = "metadata.json"
@@ -30,6 +33,7 @@ _LEGACY: Final = re.compile(r"mp_rank_[0-9]{2,}(?:_[0-9]{3,}){0,2}")
 _DATA_SUFFIX: Final = ".distcp"
 _MAX_CONFIG_NBYTES: Final = 64 << 10
 _SHOWN: Final = 5
+_MAX_TRACKER_NBYTES: Final = 64
 _CONVERT: Final = "Load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist."
 
 
@@ -61,8 +65,15 @@ def iteration_name(step: int) -> str:
 
 
 def write_tracker(above: Store, name: str) -> None:
-    """Have the tracker file name the folder `name`, as Megatron does after a save."""
+    """Have the tracker file name the folder `name`, as Megatron does after a save. It stays where it names a later
+    iteration, from which Megatron would go on, and the log says so."""
     iteration = _iteration(name)
+    there = above.read(TRACKER, limit=_MAX_TRACKER_NBYTES) if above.nbytes(TRACKER) is not None else b""
+    if iteration is not None and there.strip().isdigit() and int(there) > iteration:
+        _log.warning(
+            "'%s' keeps naming iteration %d, which is later than %d", above.path(TRACKER), int(there), iteration
+        )
+        return
     above.delete(TRACKER)
     above.create(TRACKER, (RELEASE if iteration is None else str(iteration)).encode())
 

@@ -167,7 +167,7 @@ class _Merging:
         held = {rank: (record.files[rank][0], tensor) for rank, tensor in values.items()}
         for key, tensor in held.values():
             self._check(name, key, tensor)
-        if division is None and len(values) > 1:
+        if division is None and (len(values) > 1 or 0 not in values):  # one for all ranks is of the first one
             if len(values) < self._records.world_size:
                 return PickleError("nothing says how the tensors of the ranks make up one")
             own = {rank: self._stand(_MergedTensor({rank: held[rank]}, None)) for rank in values}
