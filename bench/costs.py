@@ -62,6 +62,17 @@ def read_nbytes() -> tuple[int, int]:
     return counters.read_bytes, counters.read_chars
 
 
+def io_nbytes() -> dict[str, int]:
+    """By their names in samples: bytes that came from the device and went to it for this process so far, and bytes that
+    its read calls returned."""
+    counters = psutil.Process().io_counters()
+    return {
+        "device_nbytes": counters.read_bytes,
+        "asked_nbytes": counters.read_chars,
+        "written_nbytes": counters.write_bytes,
+    }
+
+
 def give_back() -> None:
     """Return freed memory of this process to the kernel: else what reuses it would look free."""
     gc.collect()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,17 +82,44 @@ class RawImage:
                 memory = part if buffer is None else buffer[: len(part)]
                 if buffer is not None and is_write:
                     _copy(memory, part)
-                done, needed = 0, min(len(part), end - start)
-                while done < needed:
-                    count = transfer(fd, [memory[done:]], start + done)
-                    if count == 0:
-                        raise OSError(errno.EIO, f"the file ended at byte {start + done} of {self.nbytes}")
-                    done += count
+                _fully(transfer, fd, memory, start, min(len(part), end - start))
                 if buffer is not None and not is_write:
                     _copy(part, memory)
 
         with ThreadPoolExecutor(way.threads) as pool:
             list(pool.map(stripe, range(way.threads)))
+
+
+def copy_file(source: Path, target: Path, way: RawWay) -> None:
+    """Copy a file durably, in requests of which some read while others write."""
+    with open_direct(source, os.O_RDONLY) as read_fd, open_direct(target, os.O_CREAT | os.O_RDWR) as write_fd:
+        nbytes = os.fstat(read_fd).st_size
+        os.posix_fallocate(write_fd, 0, -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES)
+        starts = range(0, nbytes, way.request_nbytes)
+
+        def stripe(thread: int) -> None:
+            buffer = _memory(way.request_nbytes)
+            for start in starts[thread :: way.threads]:
+                needed = min(way.request_nbytes, nbytes - start)
+                _fully(os.preadv, read_fd, buffer, start, needed)
+                _fully(os.pwritev, write_fd, buffer[: -(-needed // BLOCK_NBYTES) * BLOCK_NBYTES], start, needed)
+
+        with ThreadPoolExecutor(way.threads) as pool:
+            list(pool.map(stripe, range(way.threads)))
+        os.ftruncate(write_fd, nbytes)
+        os.fdatasync(write_fd)
+
+
+def _fully(
+    transfer: Callable[[int, Sequence[memoryview], int], int], fd: int, memory: memoryview, start: int, needed: int
+) -> None:
+    """Read into `memory` or write it, until `needed` bytes are done, by calls that may do less."""
+    done = 0
+    while done < needed:
+        count = transfer(fd, [memory[done:]], start + done)
+        if count == 0:
+            raise OSError(errno.EIO, f"the file ended at byte {start + done} of {start + needed}")
+        done += count
 
 
 @contextmanager

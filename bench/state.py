@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias, Union, cast
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple, Protocol, TypeAlias, Union, cast
 
 import torch
 import xxhash
@@ -120,7 +120,11 @@ class ManySmall(NamedTuple):
         return State({name: place(content(name, shape), name, "rows", mesh) for name in names})
 
 
-Recipe: TypeAlias = LlamaLike | ManySmall
+class Recipe(Protocol):
+    """How to make a state."""
+
+    def build(self, world: int) -> State:
+        """This rank's part of it."""
 
 
 class Live:
@@ -129,15 +133,7 @@ class Live:
 
     def __init__(self, state: State) -> None:
         model, optimizer = cast("dict[str, torch.Tensor]", state.tree["model"]), cast("Tree", state.tree["optimizer"])
-        self.module = nn.Module()
-        for name, tensor in model.items():
-            *path, last = name.split(".")
-            module = self.module
-            for part in path:
-                if not hasattr(module, part):
-                    module.add_module(part, nn.Module())
-                module = getattr(module, part)
-            module.register_parameter(last, nn.Parameter(tensor))
+        self.module = module_of(model)
         self.optimizer = torch.optim.AdamW(self.module.parameters())
         for name, parameter in self.module.named_parameters():
             slots = {slot: cast("Tree", optimizer[slot])[name] for slot in ("step", *MOMENTS)}
@@ -151,6 +147,20 @@ class Live:
         start_s = time.perf_counter()
         self.optimizer.step()
         return time.perf_counter() - start_s
+
+
+def module_of(parameters: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module with these parameters, on the same memory."""
+    root = nn.Module()
+    for name, tensor in parameters.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(tensor))
+    return root
 
 
 class Work:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -39,6 +39,14 @@ class Pending(NamedTuple):
     def of(ended: Future[Any], copied: Future[Any] | None = None) -> Pending:
         """A save with a future for its end, and one for a copy in the background."""
         return Pending(ended.result, ended.done, *(() if copied is None else (copied.done, copied.result)))
+
+
+class Comparable(Protocol):
+    """What a load fills: emptied before it, and compared after it with what was saved."""
+
+    def clear(self) -> None: ...
+
+    def digests(self) -> dict[str, str]: ...
 
 
 @dataclass
@@ -99,7 +107,7 @@ class Way:
             shutil.rmtree(folder)
 
     @property
-    def memory(self) -> State | RawImage:
+    def memory(self) -> Comparable:
         return self.state
 
     def save(self, folder: Path) -> None:

@@ -27,6 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
+from holdfast.interop.deepspeed_states import optim_states
+from holdfast.interop.pickle_machine import PickleError
+from holdfast.interop.torch_globals import PickledTensor, StorageRef
 from holdfast.mapping import Drop, Rename, Rule
 from tests.interop.changed_bytes import changed_bytes, read_or_refused
 from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
@@ -320,6 +323,21 @@ def test_files_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
         shutil.copy(file, folder / "global_step4")
     error = refused(folder)
     assert "is of 2 ranks, but has 2 files of further ranks" in str(error)
+
+
+def test_a_group_may_have_any_number_of_parameters_and_thus_of_paddings() -> None:
+    outer: dict[str, Any] = {
+        "zero_stage": 2,
+        "single_partition_of_fp32_groups": [PickledTensor(StorageRef("float32", "0"), "float32", 0, (8,), (1,))],
+        "base_optimizer_state": {"state": {}, "param_groups": [{"params": [0]}]},
+        "partition_count": [4],
+        "param_alignment_paddings": [[0] * 1000],
+    }
+    assert optim_states({"optimizer_state_dict": outer}).paddings == [[0] * 1000]
+    for wrong in (-1, "1", None):
+        outer["param_alignment_paddings"] = [[0, wrong]]
+        with pytest.raises(PickleError, match="a padding is no count"):
+            optim_states({"optimizer_state_dict": outer})
 
 
 def test_files_that_changed_their_names_are_refused(tmp_path: Path) -> None:

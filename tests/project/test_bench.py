@@ -40,6 +40,7 @@ from tests.project.bench_results import (
     data_result,
     engine_result,
     events_result,
+    exchange_result,
     history_result,
     io_result,
     load_part,
@@ -61,6 +62,7 @@ FOUND = {
     for result in (
         io_result(SECONDS),
         LOADS,
+        exchange_result(),
         engine_result(),
         small_result(),
         view_result(),

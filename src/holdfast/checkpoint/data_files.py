@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import numpy as np
@@ -14,6 +14,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, FilePlaces, Files, StoredCells
 from holdfast.format.manifest import DecodedTable
 from holdfast.format.names import shown
+from holdfast.geometry import whole
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.jobs import DataFile, ReadJob
 from holdfast.io.reader import ReadStats, read_files
@@ -71,6 +72,16 @@ class DataFiles:
     def path(self, name: str) -> str:
         """Full path of the nearest copy of file `name`."""
         return self.catalogue.nearest(name).path
+
+    def find_places(self, tensors: Iterable[int]) -> None:
+        """Find the places of these tensors in the files now, file by file, if they are not known yet.
+
+        Where the files themselves say what lies where, as those of some other systems do, this reads each page of them
+        once for that. Reads in another order would find places one by one.
+        """
+        wants = [ReadRequest(number, whole(self.manifest.shape(number))) for number in tensors]
+        for _ in plan_load(self.files, wants):
+            pass
 
     def jobs(
         self,

@@ -95,12 +95,19 @@ def export(
     try:
         state = found.state
         choice = choose(state, select=globs, rules=rules, model_only=to not in _WITH_VALUES, is_mapped=bool(mapping))
+        _find_places(state, choice)
         check_equal(state, choice.equal)
         folder = _folder(choice, to, state, limit, config, dtype=dtype, adapter=adapter)
         return _written(state, folder, os.fspath(dst), to, len(choice.values), began)
     finally:
         if lease is not None:
             lease.end()
+
+
+def _find_places(state: StoredState, choice: ChosenContent) -> None:
+    """Find the stored parts of all that was chosen; what was left out may be unreadable."""
+    parts = (part for one in choice.tensors for part in one.tensor.parts)
+    state.find_places({state.numbers[part.source] for part in parts if part.source is not None})
 
 
 def _check_format(to: str, config: object, adapter: object) -> None:

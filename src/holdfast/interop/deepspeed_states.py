@@ -200,7 +200,13 @@ def _groups_of(param_groups: Sequence[Mapping[str, object]], num_flat: int) -> d
 def _paddings(found: object) -> list[list[int]] | None:
     if found is None:
         return None
-    return [list(shape_of(tuple(_list(group, "the paddings")))) for group in _list(found, "the paddings")]
+    return [list(map(_padding, _list(group, "the paddings"))) for group in _list(found, "the paddings")]
+
+
+def _padding(found: object) -> int:
+    if type(found) is not int or not 0 <= found <= MAX_NUMEL:
+        raise PickleError("a padding is no count")
+    return found
 
 
 def _fragments(found: object) -> list[dict[str, tuple[int, int]]] | None:

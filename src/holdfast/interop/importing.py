@@ -9,6 +9,7 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import xxhash
@@ -25,7 +26,7 @@ from holdfast.format.records import Commit, FileSeal, Place
 from holdfast.format.values import Node
 from holdfast.geometry import flat_boxes
 from holdfast.interop.given_places import ForeignTensor, StateTables
-from holdfast.io.buffers import pipeline_pool
+from holdfast.io.buffers import NUM_THREADS, BufferPool
 from holdfast.io.meter import Meter
 from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
@@ -35,12 +36,16 @@ from holdfast.run.complete import StoredManifest, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes, Store
 
+#: Bytes of the new file that are put together at once, by each of the writer's threads. All their parts are read
+#: together: in larger windows, each foreign file is opened and planned less often, and more parts lie side by side.
+WINDOW_NBYTES: Final = 16 * container.BLOCK_NBYTES
+
 
 def import_state(state: StoredState, storage: Store, step: int, *, meter: Meter | None = None) -> Commit:
     """Write `state` into the run at the root of `storage`, as its first checkpoint, of `step`. Blocks until it is
     committed and durable.
 
-    Reads and writes every byte once; takes as much memory as a save and a load. If it fails, no checkpoint becomes
+    Reads and writes every byte once, with 48 MiB of buffers, and those of a load. If it fails, no checkpoint becomes
     visible, and another import into the same run may follow.
 
     Raises:
@@ -49,6 +54,7 @@ def import_state(state: StoredState, storage: Store, step: int, *, meter: Meter 
         StorageError: a store failed.
     """
     nodes = dict(state.nodes)  # reads all values, before anything is written
+    state.find_places(range(len(state.manifest.body.names)))
     run = Run.create(storage)
     if run.places():
         raise ConfigurationError(
@@ -99,7 +105,7 @@ def _write(state: StoredState, storage: Store, stored: StoredManifest, packed: b
     name = fmt.file_name(0)
     sources: list[Source] = [_StateSource(state, layout)]
     sources.append(BytesSource(packed.ljust(layout.values.capacity, b"\0")))
-    with pipeline_pool() as pool:
+    with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
         table = write_file(
             storage.writer(stored.key(name), nbytes=layout.nbytes),
             sources,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces, uncovered
 from holdfast.interop.pickle_machine import UnreadTensorError
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
+
+#: Room for the end of an archive, its padding, and the beginning of the next; larger ones read bytes of large tensors.
+_WINDOW_NBYTES: Final = 16 << 10
 
 
 class Item(NamedTuple):
@@ -90,7 +93,7 @@ class _ItemOffsets:
     def __init__(self, folder: ForeignFolder, named: Sequence[tuple[str, TensorItems]]) -> None:
         self._folder = folder
         self._named = named
-        self._windows = Windows(folder.storage)
+        self._windows = Windows(folder.storage, nbytes=_WINDOW_NBYTES)
         firsts = np.cumsum([0, *(len(tensor.parts) for _, tensor in named)])
         #: The number of the first part of each tensor, and the number of all parts.
         self._firsts: Int64s = firsts.astype(np.int64)
@@ -98,15 +101,22 @@ class _ItemOffsets:
 
     def find(self, file: int, numbers: Int64s) -> Int64s:
         """As `OffsetsOf`."""
-        for number in numbers[self._offsets[numbers] < 0].tolist():
+        # In the order of the items in the file, so that its pages are read once.
+        for number in sorted(numbers[self._offsets[numbers] < 0].tolist(), key=self._item_start):
             self._offsets[number] = self._found(number)
         found: Int64s = self._offsets[numbers]
         return found
 
-    def _found(self, number: int) -> int:
+    def _part(self, number: int) -> tuple[str, TensorItems, Box, Item]:
         at = int(np.searchsorted(self._firsts, number, side="right")) - 1
         name, tensor = self._named[at]
-        box, item = tensor.parts[number - int(self._firsts[at])]
+        return name, tensor, *tensor.parts[number - int(self._firsts[at])]
+
+    def _item_start(self, number: int) -> int:
+        return self._part(number)[3].start
+
+    def _found(self, number: int) -> int:
+        name, tensor, box, item = self._part(number)
         if item.is_bare:
             return item.start
         place = ArchivePlace(self._windows, item.file, item.start, item.nbytes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+from collections import deque
 from itertools import pairwise
 from math import prod
 from threading import RLock
@@ -27,6 +28,8 @@ from holdfast.store.base import Store
 _MAX_TENSOR_PICKLE_NBYTES: Final = 64 << 10
 _MAX_PICKLE_NBYTES: Final = 256 << 20
 _PAGE_NBYTES: Final = 4096
+#: An archive is read at its end, then at its beginning.
+_NUM_WINDOWS: Final = 4
 _LOCAL_HEADER_NBYTES: Final = 30
 #: The flag of an entry whose name is in UTF-8.
 _UTF8: Final = 0x800
@@ -49,7 +52,8 @@ class ArchiveError(ValueError):
 
 
 class Windows:
-    """Small reads from files of a store, by way of the window that was read last: archives often lie side by side.
+    """Small reads from files of a store, by way of the windows that were read last: archives often lie side by side, so
+    that the end of one and the beginning of the next are in one window.
 
     A window has `nbytes`. Safe for several threads.
     """
@@ -58,7 +62,8 @@ class Windows:
         self._storage = storage
         self._nbytes = nbytes
         self._lock = RLock()
-        self._key, self._start, self._data = "", 0, b""
+        #: The file, the first byte and the bytes of each window, the newest first.
+        self._windows: deque[tuple[str, int, bytes]] = deque(maxlen=_NUM_WINDOWS)
         self._sizes: dict[str, int] = {}
 
     def read(self, key: str, start: int, nbytes: int) -> bytes:
@@ -66,14 +71,16 @@ class Windows:
         if nbytes > self._nbytes:
             return self._storage.read(key, start=start, nbytes=nbytes)
         with self._lock:
-            if key != self._key or not self._start <= start <= start + nbytes <= self._start + len(self._data):
-                low = start // _PAGE_NBYTES * _PAGE_NBYTES
-                if key not in self._sizes:
-                    self._sizes[key] = self._storage.nbytes(key) or 0
-                held = max(min(self._nbytes, self._sizes[key] - low), start + nbytes - low)
-                self._data = self._storage.read(key, start=low, nbytes=held)
-                self._key, self._start = key, low
-            return self._data[start - self._start : start - self._start + nbytes]
+            for of, first, data in self._windows:
+                if of == key and first <= start <= start + nbytes <= first + len(data):
+                    return data[start - first : start - first + nbytes]
+            low = start // _PAGE_NBYTES * _PAGE_NBYTES
+            if key not in self._sizes:
+                self._sizes[key] = self._storage.nbytes(key) or 0
+            held = max(min(self._nbytes, self._sizes[key] - low), start + nbytes - low)
+            data = self._storage.read(key, start=low, nbytes=held)
+            self._windows.appendleft((key, low, data))
+            return data[start - low : start - low + nbytes]
 
 
 class ArchivePlace(NamedTuple):

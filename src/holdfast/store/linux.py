@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import struct
+import sys
 from typing import Final
 
 ALIGNMENT: Final = 4096
@@ -141,3 +142,9 @@ def open_direct(path: str, access: int) -> int | None:
             return None
     # Where the kernel does not say, the first transfer shows whether direct I/O works.
     return descriptor
+
+
+def read_no_more(descriptor: int) -> None:
+    """Have reads of a file bring into the page cache what they ask for, and nothing behind it."""
+    if sys.platform == "linux":
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)

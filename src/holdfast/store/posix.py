@@ -21,7 +21,7 @@ from contextlib import suppress
 
 from holdfast.errors import StorageError
 from holdfast.store.base import Bytes, Capabilities, Location
-from holdfast.store.linux import ALIGNMENT, is_local, open_direct, rename_without_replace, reserve
+from holdfast.store.linux import ALIGNMENT, is_local, open_direct, read_no_more, rename_without_replace, reserve
 from holdfast.store.posix_errors import long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class PosixStore:
             found = os.fstat(file.fileno()).st_size
             if limit is not None and found > limit:
                 raise long(path, limit=limit, found=found)
+            if nbytes is not None:
+                read_no_more(file.fileno())
             file.seek(start)
             data = file.read(-1 if nbytes is None else nbytes)
         if nbytes is not None and len(data) < nbytes:
