@@ -11,6 +11,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.policy.keep import KeepBest, KeepEvery, KeepLast, KeepPolicy
+from holdfast.run import holds
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
 from holdfast.run.holds import create_lease
@@ -233,6 +234,12 @@ def test_a_folder_that_a_reader_kept_is_deleted_when_he_has_ended() -> None:
     run.storage.delete(key)
     assert retention.apply(run, retention.survey(run)).finished == [commit.checkpoint]
     assert names(run, commit.checkpoint) == []
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All removals that end halfway are dead here: nobody waits half a minute for each."""
+    monkeypatch.setattr(holds, "PATIENCE_S", 0.0)
 
 
 #: What happens to a run.

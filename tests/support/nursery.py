@@ -173,7 +173,7 @@ def _serve(connection: Connection) -> None:
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests' own process
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
-    _import_all()
+    _prepare()
     connection.send_bytes(b"")
     while True:
         try:
@@ -189,16 +189,10 @@ def _serve(connection: Connection) -> None:
         connection.send_bytes(b"%d" % answer)
 
 
-def _import_all() -> None:
-    import torch
+def _prepare() -> None:
+    import tests.support.preloaded  # noqa: F401 - the fork server has, unless it started in another folder
 
-    import holdfast
-    from tests.faults.engine_job import SMALL_NUMEL, Training
-
-    assert [getattr(holdfast, name) for name in holdfast.__all__]  # they are imported when they are asked for
-    torch.set_num_threads(1)
-    Training(SMALL_NUMEL).step(0)  # so are parts of torch,
-    codecs.lookup("ascii")  # and of Python, which may be where only root reads
+    codecs.lookup("ascii")  # a part of Python, which may be where only root reads
     assert len(os.listdir("/proc/self/task")) == 1, "what has threads cannot be forked"
 
 

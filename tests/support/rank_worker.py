@@ -73,7 +73,8 @@ def serve(connection: Connection, stacks: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the caller's, who kills us
     faulthandler.enable(stacks.fileno())
     faulthandler.register(signal.SIGUSR1, stacks.fileno(), all_threads=True)
-    torch.set_num_threads(1)
+    import tests.support.preloaded  # noqa: F401 - the fork server has, unless it started in another folder
+
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
     while True:
         connection.send_bytes(b"")

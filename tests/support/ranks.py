@@ -37,7 +37,9 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "pytest"])
+_context.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor", "pytest", "tests.support.preloaded"]
+)
 
 
 class RankDiedError(Exception):
