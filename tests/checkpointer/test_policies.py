@@ -436,7 +436,7 @@ def loop_over_two_groups(run: str, port: int) -> list[int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     saved = []
     with Checkpointer(run, {"w": torch.zeros(5)}, memory=None, save=OnRequest(signum=signal.SIGUSR1)) as own:
-        for step in range(150):
+        for step in range(3000):
             time.sleep(0.01)
             if step == 20:
                 dist.destroy_process_group()
@@ -446,6 +446,8 @@ def loop_over_two_groups(run: str, port: int) -> list[int]:
                 os.kill(os.getpid(), signal.SIGUSR1)
             if own.step(step) is not None:
                 saved.append(step)
+            if saved and step == saved[0] + 20:  # all ranks have saved after the same step
+                break
     return saved
 
 
