@@ -50,6 +50,7 @@ def train(config):
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
 node = cluster.add_node(num_cpus=2)
+cluster.wait_for_nodes()
 ray.init(address=cluster.address)
 ray_command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", cluster.address]
 reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test", "--deadline-remaining-seconds", "60"]
@@ -63,6 +64,8 @@ def drain():
 
 threading.Thread(target=drain, daemon=True).start()
 TorchTrainer(train, train_loop_config={"run": sys.argv[1]}, scaling_config=ScalingConfig(num_workers=3)).fit()
+ray.shutdown()
+cluster.shutdown()
 """
 
 
