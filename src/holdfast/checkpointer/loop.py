@@ -161,7 +161,7 @@ class Loop:
             if self._wishes.wish(step, Wish(preempted), scheduled=None, ends=True, age_s=age_s):
                 self.preemption.agree()
                 return Wish(preempted)
-            if self.preemption.is_overdue and self._wishes.withdraw():
+            if self.preemption.has_waited() and self._wishes.withdraw():
                 self.preemption.give_up()
                 return None
         elif self._wish is not None and stronger(due, self._wish) is not due:

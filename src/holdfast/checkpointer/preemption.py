@@ -109,10 +109,9 @@ class Preemption:
         """Whether the loop ends with the last step that ended."""
         return self.is_agreed or self.is_given_up
 
-    @property
-    def is_overdue(self) -> bool:
-        """Whether the others have not agreed in time to end the loop. This rank, which has heard of a preemption, asks
-        them in each step from the first call on."""
+    def has_waited(self) -> bool:
+        """Count the time since the first call: call it in each step in which this rank asks the others to end the loop.
+        Returns whether they have not agreed in time."""
         now_s = time.monotonic()
         if self._asked_s is None:  # the step may have taken longer than any limit
             self._asked_s = now_s

@@ -158,7 +158,7 @@ class TensorArchive:
 
     @property
     def _behind(self) -> int:
-        """Where the next entry begins: behind the descriptor of the last tensor."""
+        """The offset of the next entry, which begins behind the descriptor of the last tensor."""
         return self._nbytes + len(self._entries[-1].descriptor())
 
     def _known(self, name: str, content: bytes, offset: int) -> bytes:

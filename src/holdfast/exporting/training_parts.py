@@ -196,7 +196,7 @@ class _Partition:
             self._take(path)
 
     def _rest(self, path: str) -> dict[str, object]:
-        """What no part has taken of the container at `path`."""
+        """The content of the container at `path` that no part has taken."""
         found: dict[str, object] = {}
         depth = len(split(path)) if path else 0
         for key in sorted({split(name)[depth] for name in self._below(path) if name != path}):

@@ -24,7 +24,7 @@ class Archives:
         self.opened: dict[str, TorchArchive] = {}
 
     def read(self, key: str, parse: Callable[[object], _Content]) -> _Content:
-        """What `parse` makes of the object in a file; it may raise `PickleError`.
+        """Parse the object in a file with `parse`, which may raise `PickleError`.
 
         Raises `CorruptError` and `IncompatibleError` with the path of the file.
         """

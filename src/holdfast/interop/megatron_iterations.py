@@ -48,7 +48,7 @@ class IterationFolder(NamedTuple):
 
 
 class _Config(msgspec.Struct, frozen=True):
-    """What ``metadata.json`` says about the format."""
+    """The content of ``metadata.json``: the format of the folder."""
 
     sharded_backend: str
     sharded_backend_version: int = 1

@@ -48,7 +48,7 @@ def tensor_path(key: str) -> NamePath:
 
 
 def optimizer_entry(key: str) -> str | None:
-    """What an object of the optimizer is, such as ``optimizer`` or ``grad_scaler``; None for any other object."""
+    """The kind of an object of the optimizer, such as ``optimizer`` or ``grad_scaler``; None for any other object."""
     found = _VALUE.fullmatch(key)
     return None if found is None else found["entry"]
 

@@ -35,7 +35,7 @@ class RankBoxes(NamedTuple):
 
 
 class RankDivision(NamedTuple):
-    """How a tensor is divided: its shape, its dtype, and the ranks that together hold it, one for each part."""
+    """The division of a tensor: its shape, its dtype, and the ranks that together hold it, one for each part."""
 
     shape: Shape
     dtype: str
