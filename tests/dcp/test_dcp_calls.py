@@ -244,10 +244,22 @@ def test_a_folder_into_which_dcp_saved_later_is_refused(tmp_path: Path) -> None:
     dcp.save({"x": torch.zeros(2)}, checkpoint_id=folder)
     torch_dcp.save({"x": torch.ones(2)}, checkpoint_id=folder)
     state: dict[str, Any] = {"x": torch.full((2,), 5.0)}
-    for call in (dcp.load, dcp.save, dcp.async_save):
+    calls = (
+        lambda: dcp.load(state, checkpoint_id=folder),
+        lambda: dcp.save(state, checkpoint_id=folder),
+        lambda: dcp.async_save(state, checkpoint_id=folder),
+        lambda: holdfast.load(folder, into=state),
+        lambda: holdfast.save(folder, state, 1, takeover=True),
+        lambda: holdfast.Checkpointer(folder, state).restore(),
+        lambda: holdfast.Checkpointer(folder, state, memory=None, takeover=True).save(1),
+        lambda: holdfast.open(folder),
+        lambda: holdfast.export(folder, tmp_path / "out", to="dcp"),
+    )
+    for call in calls:
         with pytest.raises(ConfigurationError) as caught:
-            call(state, checkpoint_id=folder)
+            call()
         assert caught.value.code == "config.dcp_mixed"
+    assert holdfast.open(f"{folder}@step=0")["x"][...].tolist() == [0, 0]  # names the one that is meant
     assert state["x"].tolist() == [5, 5]
     (tmp_path / "torch").mkdir()
     for name in (".metadata", "__0_0.distcp"):

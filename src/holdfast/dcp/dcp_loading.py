@@ -12,15 +12,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nested
 from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, is_partial, participants, plain_states
-from holdfast.dcp.dcp_storage import check_unmixed, source
+from holdfast.dcp.dcp_storage import source
 from holdfast.errors import IncompatibleError
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
 from holdfast.phases import attempt, done
-from holdfast.run.paths import Selection
 from holdfast.state.differences import listing
-from holdfast.store.timed import TimedStore
-from holdfast.store.urls import open_store
 
 _log = logging.getLogger(__name__)
 
@@ -63,9 +60,7 @@ def load(
     deadline = Deadline(TIMEOUT_S)
     channel, ranks = participants("dcp.load", process_group, deadline, no_dist=no_dist)
     states = attempt(lambda: plain_states(state_dict))
-    is_first = channel.rank == 0
-    unmixed = attempt(lambda: _check_unmixed(target, deadline.for_storage_s)) if is_first else None
-    channel.confirm("begin", states if unmixed is None else unmixed, deadline)
+    channel.confirm("begin", states, deadline)
     into = done(states)
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
@@ -80,8 +75,3 @@ def load(
             item.load_state_dict(filled)  # type: ignore[arg-type]  # as its own state_dict returned it
         else:
             state_dict[key] = filled
-
-
-def _check_unmixed(target: Selection, timeout_s: float) -> None:
-    with TimedStore(open_store(target.location), timeout_s=timeout_s) as storage:
-        check_unmixed(storage)

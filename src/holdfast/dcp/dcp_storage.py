@@ -16,12 +16,10 @@ import msgspec
 
 from holdfast.dcp.dcp_arguments import cannot_honour
 from holdfast.errors import ConfigurationError
-from holdfast.format.records import MARKER_KEY
-from holdfast.interop.dcp import METADATA
 from holdfast.run.history import Run
 from holdfast.run.paths import Selection, parse
 from holdfast.saving import run_location
-from holdfast.store.base import Location, Store
+from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 from holdfast.wording import kind_of
@@ -119,11 +117,10 @@ def begin(into: Destination, timeout_s: float) -> Beginning:
     step after the last save, or 0.
 
     Raises `ConfigurationError`, code ``config.dcp_exists``, where the save may not replace what is there, and as
-    `check_unmixed`.
+    `Run.checked_names`.
     """
     with TimedStore(open_store(into.location), timeout_s=timeout_s) as storage:
-        check_unmixed(storage)
-        head = Run.open(storage).head() if MARKER_KEY in storage.list("") else None
+        head = Run.open(storage).head() if Run.checked_names(storage) else None
     if head is not None and not into.overwrite:
         raise ConfigurationError(
             f"'{into.location}' has a checkpoint already, and overwrite is False.",
@@ -135,21 +132,6 @@ def begin(into: Destination, timeout_s: float) -> Beginning:
     if number is not None:
         return Beginning(int(number[1]))
     return Beginning(0 if head is None else head.step + 1)
-
-
-def check_unmixed(storage: Store) -> None:
-    """Raise `ConfigurationError`, code ``config.dcp_mixed``, for a folder with a checkpoint of holdfast and one that
-    ``torch.distributed.checkpoint.save`` wrote into it: nothing says which one is newer. One request."""
-    names = storage.list("")
-    if MARKER_KEY in names and METADATA in names:
-        raise ConfigurationError(
-            f"'{storage.location}' has a checkpoint of holdfast, and another one "
-            f"that torch.distributed.checkpoint.save wrote ({METADATA} and *.distcp).",
-            code="config.dcp_mixed",
-            action=f"To load that of torch, move {METADATA} and the *.distcp files into a folder of their own. To load "
-            "that of holdfast, delete these files. Save with one of the two libraries only.",
-            path=storage.location.url,
-        )
 
 
 def _given(checkpoint_id: str | os.PathLike[str] | None, other: str) -> str | os.PathLike[str]:

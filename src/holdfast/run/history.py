@@ -29,6 +29,7 @@ from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Fork, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
 from holdfast.run.holds import await_removals
+from holdfast.run.mixed import check_unmixed
 from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some, some_quoted
 from holdfast.store.base import Store
 from holdfast.store.urls import open_store
@@ -85,8 +86,8 @@ class Run:
     def checked_names(storage: Store) -> list[str]:
         """The names at the root of `storage`, which is a run, or could become one. Changes nothing.
 
-        Raises `ConfigurationError`, code ``config.not_a_run``, for a folder that holds anything else, and
-        `CorruptError` as `open`.
+        Raises `ConfigurationError`, code ``config.not_a_run``, for a folder that holds anything else, and as
+        `check_unmixed`; and `CorruptError` as `open`.
         """
         names = storage.list("")
         if names and records.MARKER_KEY not in names:
@@ -101,6 +102,7 @@ class Run:
                 else "Name a new or an empty folder for the run.",
                 path=storage.location.url,
             )
+        check_unmixed(storage)
         return names
 
     def epochs(self) -> list[int]:
@@ -521,6 +523,7 @@ def resolve(target: Selection, storage: Store | None = None) -> Located:
     if target.step is not None or target.place is not None:
         commit = run.find(step=target.step, place=target.place)
     else:
+        check_unmixed(storage)
         commit = run.head() or no_head(run)
     return Located(run.locate(commit), run, epoch)
 
