@@ -220,6 +220,16 @@ def test_a_value_that_calls_code_is_refused_by_the_name_of_what_it_calls(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("step", [[1], {"a": 1}, float("inf"), float("nan"), "one"], ids=repr)
+def test_a_count_of_steps_that_is_none_is_refused_where_it_is_loaded(full: Path, step: object) -> None:
+    optimizer = {"optimizer": {"param_groups": [{"step": step, "lr": 1.0}]}}
+    torch.save({"iteration": 1, "optimizer": optimizer}, full / ITERATION / "common.pt")
+    view = holdfast.open(full)
+    assert view.value("megatron/iteration") == 1
+    with pytest.raises(HoldfastError, match=r"which is no count"):
+        view.value("optimizer/step")
+
+
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read(full: Path, data: st.DataObject) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from math import prod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite, prod
 from typing import Final, NamedTuple
 
 from holdfast.errors import StateError
@@ -104,7 +104,7 @@ class MegatronValues:
         entries = ("state", "param_groups", "group_of", *((BUCKETS,) if BUCKETS in slots else ()))
         self.tree.nodes.update((join(_OPTIMIZER, entry), Open("dict")) for entry in entries)
         groups: dict[str, object] = {}
-        steps: set[object] = set()
+        steps: list[object] = []
         scalers: dict[int, tuple[object, ObjectArchive]] = {}
         for number, state, source in optimizers:
             inner = state.get(_OPTIMIZER, state)
@@ -112,8 +112,8 @@ class MegatronValues:
                 values = {key: value for key, value in group.items() if key not in _NOT_HYPER}
                 if groups.setdefault(group_name(group), values) != values:
                     groups[group_name(group)] = PickleError("two groups that nothing tells apart differ")
-                steps |= {source.number(group["step"])} if group.get("step") is not None else set()
-            steps |= {source.number(step) for step in _common_step(inner)}
+                steps += [source.number(group["step"])] if group.get("step") is not None else []
+            steps += map(source.number, _common_step(inner))
             if "grad_scaler" in state:
                 scalers.setdefault(number, (state["grad_scaler"], source))
         for name, found in groups.items():
@@ -180,9 +180,13 @@ def _common_step(inner: object) -> Iterable[object]:
     return [state["common_step"]] if isinstance(state, dict) and "common_step" in state else []
 
 
-def _one_count(steps: set[object]) -> object:
+def _one_count(steps: Sequence[object]) -> object:
     """The number of steps that all parameters have done."""
-    counts = {int(step) for step in steps if isinstance(step, int | float)}
+    counts: set[int] = set()
+    for step in steps:
+        if not isinstance(step, int | float) or not isfinite(step):
+            return PickleError(f"an optimizer has done {step!r} steps, which is no count")
+        counts.add(int(step))
     if len(counts) != 1:
         return PickleError("the optimizers have done different numbers of steps")
     return counts.pop()
