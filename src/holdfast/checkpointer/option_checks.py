@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from inspect import getattr_static
 from types import FunctionType
 
 from holdfast.checkpointer.memory_option import Memory
+from holdfast.control.torch_store import global_rank
 from holdfast.options import check_flag, check_timeout, checked_number
-from holdfast.policy.keep import check_keep, join_hint
+from holdfast.policy.chance import kept_by_chance
+from holdfast.policy.keep import KeepPolicy, check_keep, join_hint
 from holdfast.policy.when import SavePolicy
+
+_log = logging.getLogger(__name__)
 
 
 def check_options(
@@ -24,7 +29,8 @@ def check_options(
     when_full: object,
     timeout_s: object,
 ) -> None:
-    """Raise `TypeError` or `ValueError` for an option of a wrong type or value. The error says what it takes."""
+    """Raise `TypeError` or `ValueError` for an option of a wrong type or value. The error says what it takes. Warn of a
+    `keep` that keeps by chance only what `save` saves."""
     if when_full not in ("wait", "skip"):
         raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
     if not isinstance(memory, Memory | None):
@@ -43,6 +49,9 @@ def check_options(
         checked_number("max_resumes", max_resumes, least=1, reason="no job could resume any checkpoint")
     check_flag("takeover", takeover)
     check_timeout(timeout_s)
+    if save is not None and isinstance(keep, KeepPolicy) and global_rank() == 0:
+        for warning in kept_by_chance(save, keep):
+            _log.warning("%s", warning)
 
 
 def check_listeners(listeners: object) -> None:
