@@ -31,7 +31,7 @@ from holdfast.frameworks.megatron_trained import (
 )
 from holdfast.frameworks.optimizer_saving import is_replayed
 from holdfast.frameworks.piecewise import Piecewise
-from holdfast.interop.megatron_names import MASTER
+from holdfast.mapping.from_megatron import MASTER
 
 
 class MegatronSlots:

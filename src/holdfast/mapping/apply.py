@@ -14,11 +14,13 @@ from holdfast.format.patterns import Pattern, Template
 from holdfast.format.values import Node
 from holdfast.mapping import parts as geometry
 from holdfast.mapping.draft import CheckpointTable, MappingState, Step
+from holdfast.mapping.from_megatron import is_of_megatron, make_plain
 from holdfast.mapping.parts import Made, StoredTensor
 from holdfast.mapping.rules import (
     Cast,
     Crop,
     Drop,
+    FromMegatron,
     Fuse,
     Pad,
     Rename,
@@ -50,6 +52,8 @@ def mapped(
             _drop(draft, rule)
         elif isinstance(rule, Cast):
             _cast(draft, rule)
+        elif isinstance(rule, FromMegatron):
+            _from_megatron(draft, rule)
         else:
             draft.run(_steps(draft, rule))
     return draft.table()
@@ -82,6 +86,17 @@ def _cast(draft: MappingState, rule: Cast) -> None:
         raise draft.unmatched(rule.names)
     for name in names:
         draft.put(name, draft.make([name], lambda made: [geometry.recast(made[0], rule.dtype)])[0])
+
+
+def _from_megatron(draft: MappingState, rule: FromMegatron) -> None:
+    pattern = Pattern(rule.names)
+    paths = [path for path in draft.optimizers if pattern.match(path) is not None]
+    if not paths:
+        raise draft.unmatched(rule.names)
+    for path in paths:
+        if not is_of_megatron(draft, path):
+            raise draft.refused(f"the optimizer {path!r} was not saved by a job of Megatron", path)
+        make_plain(draft, path)
 
 
 def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:

@@ -176,7 +176,18 @@ class Crop(_OnNames, frozen=True, kw_only=True):
         _check_size(self.size)
 
 
-Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop
+class FromMegatron(_OnNames, frozen=True):
+    """Make optimizers of Megatron, at the paths that `names` matches, plain optimizers of the same parameters, which
+    torch's optimizers and engines of DeepSpeed load.
+
+    The master weights become the weights. Each parameter gets the count of steps. The parameter groups get numbers, in
+    the order of their names in Megatron, and keep the hyper-parameters that torch's AdamW and SGD have.
+    """
+
+    names: str = "optimizer"
+
+
+Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop | FromMegatron
 
 
 class _RulesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
