@@ -1,4 +1,4 @@
-"""The small GPT of the cross-framework matrix, as a module of torch, and its state under names that no framework decides.
+"""The small GPT of the cross-framework matrix, as a module of torch, and the rules between its names and those of Megatron.
 
 It has grouped queries, SwiGLU, rotary embeddings and tied embeddings, and computes what the GPT of Megatron-core in
 `tests.trainers.megatron_job` computes. `Whole` is its trained state in global coordinates: ``<parameter>/<slot>`` with
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from holdfast.mapping import Crop, Drop, FromMegatron, Fuse, Rename, Rule, Split, Stack, Unstack
+from holdfast.mapping import Crop, Drop, FromMegatron, Fuse, Rename, Rule, Split, Stack, ToMegatron, Unstack
 
 WIDTH, LAYERS, HEADS, GROUPS, HEAD, HIDDEN, LENGTH = 16, 4, 4, 2, 4, 24, 8
 SLOTS = ("master", "exp_avg", "exp_avg_sq")
@@ -68,7 +68,7 @@ class Gpt(nn.Module):
 
 
 def _heads(projected: torch.Tensor) -> torch.Tensor:
-    return projected.unflatten(-1, (-1, HEAD)).transpose(1, 2)
+    return projected.view(*projected.shape[:2], -1, HEAD).transpose(1, 2)
 
 
 def _rotated(heads: torch.Tensor) -> torch.Tensor:
@@ -116,6 +116,7 @@ _GATED = [f"{_LAYER}.{x}.weight" for x in ("gate", "up")]
 def to_megatron() -> list[Rule]:
     """The rules for a load of our names into a job of Megatron, which pads a vocabulary as it needs to."""
     return [
+        ToMegatron(),
         Drop("model/head.weight"),
         Fuse(_QKV, f"{_THEIRS}.self_attention.linear_qkv.weight", groups=GROUPS),
         Fuse(_GATED, f"{_THEIRS}.mlp.linear_fc1.weight"),

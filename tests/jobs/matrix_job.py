@@ -77,7 +77,7 @@ def save(folder: Path, case: str) -> dict[str, Any]:
     with new_job(case, seed=0) as job:
         job.train(SAVED, first=0)
         holdfast.save(folder / case / "run", job.state, SAVED)
-        found = {"whole": job.whole(), "loss": job.loss(), "steps": sorted(job.steps())}
+        found: dict[str, Any] = {"whole": job.whole(), "loss": job.loss(), "steps": sorted(job.steps())}
     if dist.get_rank() == 0:
         torch.save(found, folder / case / "expected.pt")
     dist.barrier()

@@ -46,6 +46,9 @@ class MegatronJob:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        for chunk in job.chunks:
+            chunk.broadcast_params()  # the ranks drew different ones
+        job.optimizer.reload_model_params()
         self.state: dict[str, Any] = megatron_state(job.chunks, job.optimizer, job.scheduler)
         self.cast: str | None = "model"
 
@@ -92,7 +95,7 @@ class MegatronJob:
         )
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, [float(each["loss"]) for each in found])
-        return next(losses[0] for losses in every if losses)
+        return float(next(losses[0] for losses in every if losses))
 
     def steps(self) -> set[float]:
         """As `TorchJob.steps`."""
@@ -226,4 +229,3 @@ def _parts(below: str, layer: torch.Tensor, names: dict[str, str]) -> Iterator[t
     else:
         (old,) = (old for old in names if below.startswith(old))
         yield below.replace(old, names[old]), layer
-

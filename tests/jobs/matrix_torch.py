@@ -38,7 +38,7 @@ class TorchJob:
         for step in range(first, first + steps):
             tokens = batch(step, dist.get_rank(), self.vocabulary)
             loss = loss_of(self.model(tokens), tokens)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
             self.optimizer.zero_grad()
         return float(loss.detach())

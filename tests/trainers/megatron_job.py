@@ -90,6 +90,8 @@ def _chunks(layout: Layout, kind: Kind) -> list[Any]:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        hidden_dropout=0.0,  # the ranks of tensor parallelism would need one seed for it
+        attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

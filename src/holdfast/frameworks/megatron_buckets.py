@@ -18,7 +18,7 @@ from holdfast.frameworks.megatron_trained import BucketPlace, TrainedRange
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, FlatRange
 from holdfast.interop.megatron_names import BUCKETS
-from holdfast.mapping.from_megatron import MASTER
+from holdfast.mapping.megatron_optimizers import MASTER
 from holdfast.mapping.parts import StoredTensor
 
 _CODE: Final = "incompatible.megatron_buckets"

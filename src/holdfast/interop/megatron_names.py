@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from holdfast.mapping.from_megatron import MASTER
+from holdfast.mapping.megatron_optimizers import MASTER
 
 #: The slot of the master weights, which a state of ours calls `MASTER`, as Megatron's optimizers name it: the
 #: distributed one, and the others.

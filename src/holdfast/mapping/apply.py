@@ -14,7 +14,7 @@ from holdfast.format.patterns import Pattern, Template
 from holdfast.format.values import Node
 from holdfast.mapping import parts as geometry
 from holdfast.mapping.draft import CheckpointTable, MappingState, Step
-from holdfast.mapping.from_megatron import is_of_megatron, make_plain
+from holdfast.mapping.megatron_optimizers import add_masters, is_of_megatron, make_plain
 from holdfast.mapping.parts import Made, StoredTensor
 from holdfast.mapping.rules import (
     Cast,
@@ -27,6 +27,7 @@ from holdfast.mapping.rules import (
     Rule,
     Split,
     Stack,
+    ToMegatron,
     Transpose,
     Unstack,
     index_field,
@@ -52,8 +53,8 @@ def mapped(
             _drop(draft, rule)
         elif isinstance(rule, Cast):
             _cast(draft, rule)
-        elif isinstance(rule, FromMegatron):
-            _from_megatron(draft, rule)
+        elif isinstance(rule, FromMegatron | ToMegatron):
+            _for_megatron(draft, rule)
         else:
             draft.run(_steps(draft, rule))
     return draft.table()
@@ -88,15 +89,21 @@ def _cast(draft: MappingState, rule: Cast) -> None:
         draft.put(name, draft.make([name], lambda made: [geometry.recast(made[0], rule.dtype)])[0])
 
 
-def _from_megatron(draft: MappingState, rule: FromMegatron) -> None:
+def _for_megatron(draft: MappingState, rule: FromMegatron | ToMegatron) -> None:
     pattern = Pattern(rule.names)
     paths = [path for path in draft.optimizers if pattern.match(path) is not None]
     if not paths:
         raise draft.unmatched(rule.names)
     for path in paths:
-        if not is_of_megatron(draft, path):
+        is_theirs = is_of_megatron(draft, path)
+        if isinstance(rule, ToMegatron):
+            if is_theirs:
+                raise draft.refused(f"the optimizer {path!r} was saved by a job of Megatron", path)
+            add_masters(draft, path)
+        elif is_theirs:
+            make_plain(draft, path)
+        else:
             raise draft.refused(f"the optimizer {path!r} was not saved by a job of Megatron", path)
-        make_plain(draft, path)
 
 
 def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:

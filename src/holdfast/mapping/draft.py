@@ -282,6 +282,16 @@ class MappingState:
                 slots.remove(slot)
                 self.remove([name])
 
+    def give_masters(self, path: str, slot: str) -> None:
+        """Make each parameter of the optimizer at `path` a slot of its own, too. Refuses parameters of less precision
+        than fp32, and those that have the slot."""
+        for parameter, slots in self.optimizers[path].items():
+            name = self.aliases.get(parameter, parameter)
+            if slot in slots or name not in self.stored or self.stored[name].dtype != "float32":
+                raise self.refused(f"{parameter!r} is not stored in float32 or has a master weight already", parameter)
+            self.put(_slot(path, parameter, slot), self._tensor(name))
+            slots.append(slot)
+
     def spread_value(self, name: str, path: str, slot: str) -> None:
         """Make the value `name`, if there is one, a slot of each parameter of the optimizer at `path`."""
         origin = self._origins.pop(name, None)

@@ -187,7 +187,19 @@ class FromMegatron(_OnNames, frozen=True):
     names: str = "optimizer"
 
 
-Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop | FromMegatron
+class ToMegatron(_OnNames, frozen=True):
+    """Give the parameters of plain optimizers, at the paths that `names` matches, the master weights that a job of
+    Megatron in low precision takes: the weights, which must be stored in float32. Its low-precision weights are casts
+    of them, which ``cast="model"`` allows.
+
+    A load into a job of Megatron takes the moments, the count of steps, and the betas and epsilon of the groups, as
+    plain optimizers and engines of DeepSpeed have them. Learning rates and weight decay follow Megatron's scheduler.
+    """
+
+    names: str = "optimizer"
+
+
+Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop | FromMegatron | ToMegatron
 
 
 class _RulesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

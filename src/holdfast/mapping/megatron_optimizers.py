@@ -1,4 +1,5 @@
-"""An optimizer of Megatron, rewritten in a table as a plain one of the same parameters. Pure.
+"""Optimizers of Megatron in a table, rewritten as plain ones of the same parameters, and the master weights that a job
+of Megatron takes from a plain one. Pure.
 
 Megatron's optimizers keep master weights as the slot ``fp32``, count their steps once for all parameters, and name
 parameter groups after what tells them apart (``holdfast.frameworks.megatron_optimizer``). Plain optimizers train the
@@ -56,16 +57,20 @@ def make_plain(draft: MappingState, path: str) -> None:
     draft.spread_value(join(path, _STEP), path, _STEP)
 
 
+def add_masters(draft: MappingState, path: str) -> None:
+    """Give each parameter of the optimizer at `path` a master weight: the weight itself, which must be in fp32."""
+    draft.give_masters(path, MASTER)
+
+
 def _number_group(draft: MappingState, groups: str, name: str, number: str) -> None:
     """Give a group a number for its name, and leave out what only Megatron keeps in it."""
-    node = draft.value(join(groups, name))
+    old, new = join(groups, name), join(groups, number)
+    node = draft.value(old)
     keys = node.keys if isinstance(node, TableNode) else ()
     kept = tuple(key for key in keys if key in _KEPT)
-    draft.remove(
-        [below for key in keys if key not in _KEPT for below in draft.values_at(join(groups, name, key))]
-    )
-    draft.move({below: below.replace(join(groups, name), join(groups, number), 1) for below in draft.values_at(join(groups, name))})
+    draft.remove([below for key in keys if key not in _KEPT for below in draft.values_at(join(old, key))])
+    draft.move({below: new + below.removeprefix(old) for below in draft.values_at(old)})
     lacking = [key for key in _ADAM if "betas" in kept and key not in kept]
     for key in lacking:
-        draft.put_value(join(groups, number, key), Plain(_ADAM[key]))
-    draft.put_value(join(groups, number), TableNode("dict", (*kept, *lacking)))
+        draft.put_value(join(new, key), Plain(_ADAM[key]))
+    draft.put_value(new, TableNode("dict", (*kept, *lacking)))
