@@ -78,6 +78,9 @@ class EngineJob:
                     faults.append(name)
         return faults
 
+    def catch_up(self, steps: int) -> None:
+        """Bring what depends on the number of steps, and was not loaded, up to date: nothing here."""
+
 
 @contextmanager
 def job(case: str, *, seed: int) -> Iterator[EngineJob]:

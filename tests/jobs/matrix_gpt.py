@@ -1,4 +1,4 @@
-"""The small GPT of the cross-framework matrix, as a module of torch, and the rules between its names and those of Megatron.
+"""The small GPT of the cross-framework matrix as a module of torch, and the rules between its names and Megatron's.
 
 It has grouped queries, SwiGLU, rotary embeddings and tied embeddings, and computes what the GPT of Megatron-core in
 `tests.trainers.megatron_job` computes. `Whole` is its trained state in global coordinates: ``<parameter>/<slot>`` with

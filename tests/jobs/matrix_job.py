@@ -44,6 +44,8 @@ class MatrixJob(Protocol):
 
     def low_precision_faults(self) -> list[str]: ...
 
+    def catch_up(self, steps: int) -> None: ...
+
 
 def new_job(case: str, *, seed: int) -> AbstractContextManager[MatrixJob]:
     """A fresh job of a case."""
@@ -106,6 +108,7 @@ def load(folder: Path, source: str, target: str) -> dict[str, Any]:
             "steps": sorted(job.steps()),
             "losses": [expected["loss"], job.loss()],
         }
+        job.catch_up(SAVED)
         result["trained"] = job.train(1, first=SAVED)
         result["steps_after"] = sorted(job.steps())
         result["changed"] = sum(not torch.equal(job_value, found[name]) for name, job_value in job.whole().items())

@@ -122,6 +122,10 @@ class MegatronJob:
             if not torch.equal(parameter.detach(), masters[id(parameter)].to(parameter.dtype))
         ]
 
+    def catch_up(self, steps: int) -> None:
+        """Let Megatron's scheduler go on, as its rates do not come from another framework."""
+        self.job.scheduler.step(increment=steps)
+
 
 @contextmanager
 def job(case: str, *, seed: int) -> Iterator[MegatronJob]:

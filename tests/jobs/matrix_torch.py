@@ -68,6 +68,9 @@ class TorchJob:
         """The parameters that are no casts of their master weights: there are no such copies."""
         return []
 
+    def catch_up(self, steps: int) -> None:
+        """Bring what depends on the number of steps, and was not loaded, up to date: nothing here."""
+
 
 @contextmanager
 def job(case: str, *, seed: int) -> Iterator[TorchJob]:
