@@ -1,0 +1,133 @@
+"""A GPT that one framework has trained goes on in another one, on another layout, with the same bits.
+
+The pairs of torch's own frameworks are in the default suite. ``make test-matrix`` runs all others with the real
+DeepSpeed and Megatron-core, each in an environment of its own: `matrix_job` is one half of a pair. What a job holds is
+assembled by its framework (`matrix_gpt` says what), and compared in global coordinates.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from itertools import permutations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs.matrix_job import SAVED, family, load, save
+from tests.support.models import start_new_job
+from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TORCH = ("ddp", "fsdp1", "fsdp2")
+ENGINES = ("zero1", "zero2", "zero3")
+MEGATRON = (
+    *("megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-vpp", "megatron-tp2-fp32"),
+    *("megatron-tp2-undistributed", "megatron-tp2-late"),
+)
+#: Cases whose vocabulary or layers another framework must have too.
+SPECIAL = ("fsdp2-padded",)
+#: For each framework, the numbers of ranks that save and that load.
+RANKS = {"torch": (2, 3), "deepspeed": (2, 3), "megatron": (4, 4)}
+#: Every framework with every other one. Of Megatron's layouts, one meets each case of the others, and the others meet
+#: those of their place.
+PAIRS = [
+    *product(TORCH, ENGINES),
+    *product(ENGINES, TORCH),
+    *permutations(ENGINES, 2),
+    *product(("megatron-tp2",), (*TORCH, *ENGINES)),
+    *product((*TORCH, *ENGINES), ("megatron-tp2",)),
+    *(pair for at, layout in enumerate(MEGATRON[1:]) for pair in ((layout, TORCH[at % 3]), (TORCH[at % 3], layout))),
+    *(pair for at, layout in enumerate(MEGATRON[1:]) for pair in ((layout, ENGINES[at % 3]), (ENGINES[at % 3], layout))),
+    ("megatron-tp2", "fsdp2-padded"),
+    ("fsdp2-padded", "megatron-tp2"),
+]
+
+
+def faults(source: str, target: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What is not as it must be after a load and a step; empty if all is well."""
+    expected = {
+        "compared": 141,
+        "alone": [],
+        "differing": [],
+        "casts": [],
+        "next_step": SAVED + 1,
+        "steps": [SAVED],
+        "steps_after": [SAVED + 1],
+        "changed": 141,
+    }
+    wrong = {key: found[key] for key, value in expected.items() if found[key] != value}
+    before, after = found["losses"]
+    # Frameworks compute in fp32 or in bf16. With other padding, the loss is over other tokens.
+    if abs(after - before) > 0.02 * before and "padded" not in source + target:
+        wrong["losses"] = found["losses"]
+    return wrong | ({} if 0 < found["trained"] < 10 else {"trained": found["trained"]})
+
+
+def save_all(folder: str, cases: tuple[str, ...]) -> None:
+    """Save a job of each case, one after the other."""
+    for case in cases:
+        start_new_job()
+        save(Path(folder), case)
+
+
+def load_all(folder: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Load each pair, and return what is wrong."""
+    wrong = {}
+    for source, target in pairs:
+        start_new_job()
+        wrong[f"{source}:{target}"] = faults(source, target, load(Path(folder), source, target))
+    return wrong
+
+
+def test_ddp_fsdp1_and_fsdp2_go_on_from_each_other_on_other_ranks(tmp_path: Path) -> None:
+    for case in TORCH:
+        (tmp_path / case).mkdir()
+    run_ranks(2, save_all, str(tmp_path), TORCH)
+    pairs = list(permutations(TORCH, 2))
+    assert run_ranks(3, load_all, str(tmp_path), pairs) == [{f"{a}:{b}": {} for a, b in pairs}] * 3
+
+
+def interpreter(framework: str) -> str:
+    """The Python of the environment of a framework, which ``make test-matrix`` names."""
+    if framework == "torch":
+        return sys.executable
+    return os.environ.get(f"{framework.upper()}_PYTHON", str(ROOT / f".venv-{framework}/bin/python"))
+
+
+def half(framework: str, ranks: int, verb: str, folder: Path, *cases: str) -> list[dict[str, Any]]:
+    """Run one half of pairs, and return what each rank found."""
+    command = [interpreter(framework), "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={ranks}", "-m", "tests.jobs.matrix_job", verb, str(folder), *cases]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    found: list[dict[str, Any]] = json.loads((folder / f"{verb}.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of all cases."""
+    folder = tmp_path_factory.mktemp("matrix")
+    for framework, cases in {"torch": (*TORCH, *SPECIAL), "deepspeed": ENGINES, "megatron": MEGATRON}.items():
+        for case in cases:
+            (folder / case).mkdir()
+        for found in half(framework, RANKS[framework][0], "save", folder, *cases):
+            assert found == {case: {"tensors": 141, "steps": [SAVED]} for case in cases}
+    return folder
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("framework", RANKS)
+def test_every_framework_goes_on_from_every_other_one(saved: Path, framework: str) -> None:
+    pairs = [pair for pair in PAIRS if family(pair[1]) == framework]
+    assert len(pairs) >= 18
+    results = half(framework, RANKS[framework][1], "load", saved, *(":".join(pair) for pair in pairs))
+    for rank, found in enumerate(results):
+        wrong = {":".join(pair): faults(*pair, found[":".join(pair)]) for pair in pairs}
+        assert wrong == {":".join(pair): {} for pair in pairs}, rank
