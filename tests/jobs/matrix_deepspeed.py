@@ -17,16 +17,16 @@ from tests.interop.write_deepspeed import live_values
 from tests.jobs.matrix_gpt import Gpt, Whole, batch, loss_of, parameter_groups
 
 VOCABULARY = 64
-CASES = ("zero1", "zero2", "zero3")
 
 
 class EngineJob:
-    """A job of DeepSpeed; `case` is one of `CASES`."""
+    """A job of DeepSpeed; `case` is ``zero`` with a stage, and "moe" after it where the model has experts."""
 
     def __init__(self, case: str, *, seed: int) -> None:
-        self.stage = int(case.removeprefix("zero"))
+        stage, _, option = case.removeprefix("zero").partition("-")
+        self.stage = int(stage)
         torch.manual_seed(seed)
-        model = Gpt(VOCABULARY)
+        model = Gpt(VOCABULARY, experts=4 if option == "moe" else None)
         zero: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3:
             zero |= {"sub_group_size": 1000, "stage3_param_persistence_threshold": 10}

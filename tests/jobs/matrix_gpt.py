@@ -1,13 +1,14 @@
 """The small GPT of the cross-framework matrix as a module of torch, and the rules between its names and Megatron's.
 
-It has grouped queries, SwiGLU, rotary embeddings and tied embeddings, and computes what the GPT of Megatron-core in
-`tests.trainers.megatron_job` computes. `Whole` is its trained state in global coordinates: ``<parameter>/<slot>`` with
-the slots of `SLOTS`, of which ``master`` is the weight in fp32. Each framework's side of the matrix assembles it from
-its own buffers and collectives, without holdfast.
+It has grouped queries, SwiGLU, rotary embeddings, tied embeddings, and experts where asked. It computes what the GPT of
+Megatron-core in `tests.trainers.megatron_job` computes. `Whole` is its trained state in global coordinates:
+``<parameter>/<slot>`` with the slots of `SLOTS`, of which ``master`` is the weight in fp32. Each framework's side of
+the matrix assembles it from its own buffers and collectives, without holdfast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,19 +24,49 @@ SLOTS = ("master", "exp_avg", "exp_avg_sq")
 Whole = dict[str, torch.Tensor]
 
 
+class GatedMlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
+        return found
+
+
+class Experts(nn.Module):
+    """Two experts for each token, each a SwiGLU; the weights of all experts are one tensor."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, number, bias=False)
+        self.gate = nn.Parameter(torch.randn(number, HIDDEN, WIDTH) / 8)
+        self.up = nn.Parameter(torch.randn(number, HIDDEN, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(number, WIDTH, HIDDEN) / 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        best, chosen = self.router(hidden).topk(2)
+        shares = torch.zeros(*hidden.shape[:2], len(self.gate), dtype=hidden.dtype).scatter(2, chosen, best.softmax(-1))
+        inner = functional.silu(torch.einsum("bsw,efw->bsef", hidden, self.gate))
+        inner = inner * torch.einsum("bsw,efw->bsef", hidden, self.up)
+        return torch.einsum("bsef,ewf,bse->bsw", inner, self.down, shares)
+
+
 class Block(nn.Module):
     """A layer of the transformer."""
 
-    def __init__(self) -> None:
+    def __init__(self, experts: int | None) -> None:
         super().__init__()
         self.input_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, HEADS * HEAD, bias=False)
         self.k = nn.Linear(WIDTH, GROUPS * HEAD, bias=False)
         self.v = nn.Linear(WIDTH, GROUPS * HEAD, bias=False)
         self.o = nn.Linear(HEADS * HEAD, WIDTH, bias=False)
-        self.gate = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.mlp = GatedMlp() if experts is None else Experts(experts)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         normed = self.input_norm(hidden)
@@ -43,18 +74,17 @@ class Block(nn.Module):
         k, v = (each.repeat_interleave(HEADS // GROUPS, dim=1) for each in (k, v))
         seen = functional.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
         hidden = hidden + self.o(seen.transpose(1, 2).flatten(2))
-        normed = self.mlp_norm(hidden)
-        found: torch.Tensor = hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        found: torch.Tensor = hidden + self.mlp(self.mlp_norm(hidden))
         return found
 
 
 class Gpt(nn.Module):
     """The model: logits of the tokens that follow."""
 
-    def __init__(self, vocabulary: int = 64) -> None:
+    def __init__(self, vocabulary: int = 64, *, experts: int | None = None) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(experts) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, vocabulary, bias=False)
         self.head.weight = self.embed.weight
@@ -107,31 +137,45 @@ _ALIKE = [
     (f"{_LAYER}.input_norm.{{w}}", f"{_THEIRS}.self_attention.linear_qkv.layer_norm_{{w}}"),
     (f"{_LAYER}.mlp_norm.{{w}}", f"{_THEIRS}.mlp.linear_fc1.layer_norm_{{w}}"),
     (f"{_LAYER}.o.weight", f"{_THEIRS}.self_attention.linear_proj.weight"),
-    (f"{_LAYER}.down.weight", f"{_THEIRS}.mlp.linear_fc2.weight"),
 ]
 _QKV = [f"{_LAYER}.{x}.weight" for x in "qkv"]
-_GATED = [f"{_LAYER}.{x}.weight" for x in ("gate", "up")]
+_GATED = [f"{_LAYER}.mlp.{x}.weight" for x in ("gate", "up")]
+_OF_EXPERTS = f"{_THEIRS}.mlp.experts.experts"
 
 
-def to_megatron() -> list[Rule]:
+def _feed_forward(*, experts: bool) -> tuple[list[tuple[str, str]], Sequence[str], str, int]:
+    """What differs between dense layers and those of experts: names that are alike, the two tensors that Megatron
+    fuses, its name for the result, and the axis."""
+    if not experts:
+        down = (f"{_LAYER}.mlp.down.weight", f"{_THEIRS}.mlp.linear_fc2.weight")
+        return [*_ALIKE, down], _GATED, f"{_THEIRS}.mlp.linear_fc1.weight", 0
+    router = (f"{_LAYER}.mlp.router.weight", f"{_THEIRS}.mlp.router.weight")
+    down = (f"{_LAYER}.mlp.down", f"{_OF_EXPERTS}.linear_fc2.weight")
+    gated = [f"{_LAYER}.mlp.{x}" for x in ("gate", "up")]
+    return [*_ALIKE, router, down], gated, f"{_OF_EXPERTS}.linear_fc1.weight", 1
+
+
+def to_megatron(*, experts: bool = False) -> list[Rule]:
     """The rules for a load of our names into a job of Megatron, which pads a vocabulary as it needs to."""
+    alike, gated, fused, axis = _feed_forward(experts=experts)
     return [
         ToMegatron(),
         Drop("model/head.weight"),
         Fuse(_QKV, f"{_THEIRS}.self_attention.linear_qkv.weight", groups=GROUPS),
-        Fuse(_GATED, f"{_THEIRS}.mlp.linear_fc1.weight"),
-        *(Rename(mine, theirs) for mine, theirs in _ALIKE),
+        Fuse(gated, fused, axis=axis),
+        *(Rename(mine, theirs) for mine, theirs in alike),
         Stack("model/decoder.layers.{i}.{w:*}", "model/decoder.layers.{w}"),
     ]
 
 
-def from_megatron(vocabulary: int | None = None) -> list[Rule]:
+def from_megatron(vocabulary: int | None = None, *, experts: bool = False) -> list[Rule]:
     """The rules for a load of a run of Megatron under our names, without the padding of a vocabulary."""
+    alike, gated, fused, axis = _feed_forward(experts=experts)
     return [
         FromMegatron(),
         Unstack("model/decoder.layers.{w:*}", "model/decoder.layers.{i}.{w}"),
         Split(f"{_THEIRS}.self_attention.linear_qkv.weight", _QKV, shares=(HEADS // GROUPS, 1, 1), groups=GROUPS),
-        Split(f"{_THEIRS}.mlp.linear_fc1.weight", _GATED),
-        *(Rename(theirs, mine) for mine, theirs in _ALIKE),
+        Split(fused, gated, axis=axis),
+        *(Rename(theirs, mine) for mine, theirs in alike),
         *([] if vocabulary is None else [Crop("model/embed.weight", size=vocabulary)]),
     ]

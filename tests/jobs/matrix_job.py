@@ -11,6 +11,7 @@ holds with the written state, by bits, and trains a step. What the job finds is 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -60,16 +61,16 @@ def family(case: str) -> str:
 
 def rules(source: str, target: str) -> list[Rule]:
     """The mapping of a load: to the names of torch, and from these."""
-    parts = ("model", "optimizer")
+    parts, experts = ("model", "optimizer"), target.endswith("-moe")
     into: dict[str, list[Rule]] = {
         "torch": [],
         "deepspeed": [Rename(f"engine/{part}", part) for part in parts],
-        "megatron": from_megatron(61 if "padded" in target else None),
+        "megatron": from_megatron(61 if "padded" in target else None, experts=experts),
     }
     out: dict[str, list[Rule]] = {
         "torch": [],
         "deepspeed": [Rename(part, f"engine/{part}") for part in parts],
-        "megatron": to_megatron(),
+        "megatron": to_megatron(experts=experts),
     }
     return [] if family(source) == family(target) else into[family(source)] + out[family(target)]
 
@@ -146,6 +147,8 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
         (folder / f"{verb}.json").write_text(json.dumps(every))
     dist.barrier()
     dist.destroy_process_group()
+    sys.stderr.flush()
+    os._exit(0)  # torch sometimes aborts while an interpreter ends ("terminate called without an active exception")
 
 
 if __name__ == "__main__":

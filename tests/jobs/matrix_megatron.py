@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe import moe_utils
 
 from holdfast.trainers.megatron import megatron_state
 from tests.jobs.matrix_gpt import GROUPS, HEAD, HEADS, LENGTH, SLOTS, Whole, batch
@@ -38,6 +39,8 @@ CASES = {
     "megatron-tp2-fp32": Case(Layout(tp=2), Kind(bf16=False)),
     "megatron-tp2-undistributed": Case(Layout(tp=2, distributed=False)),
     "megatron-tp2-late": Case(Layout(tp=2, late=True)),
+    "megatron-ep2-moe": Case(Layout(ep=2), Kind(experts=4)),
+    "megatron-tp2ep4-moe": Case(Layout(tp=2, ep=4), Kind(experts=4)),
 }
 
 
@@ -131,6 +134,7 @@ class MegatronJob:
 def job(case: str, *, seed: int) -> Iterator[MegatronJob]:
     """A job with the weights that `seed` draws."""
     layout, kind = CASES[case]
+    moe_utils.te_general_gemm = None  # Megatron 0.16.1 looks it up, and defines it only with Transformer Engine
     with megatron_job(layout, kind._replace(vocabulary=VOCABULARY), seed=seed) as made:
         yield MegatronJob(made)
 
@@ -145,8 +149,10 @@ def _local_values(job: Job, slot: str) -> dict[int, torch.Tensor]:
             whole[held] = value.detach().reshape(-1).float()
             found[id(parameter)] = whole.view(parameter.shape)
     parameters = [parameter for chunk in job.chunks for parameter in chunk.parameters()]
-    group = parallel_state.get_data_parallel_group()
     for parameter in parameters:
+        is_dense = getattr(parameter, "allreduce", True)
+        groups = (parallel_state.get_expert_data_parallel_group, parallel_state.get_data_parallel_group)
+        group = groups[is_dense]()
         mine = found.get(id(parameter), torch.full(parameter.shape, torch.nan))
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, mine, group=group)
@@ -204,7 +210,9 @@ def _our_names(whole: Whole) -> Iterator[tuple[str, torch.Tensor]]:
         "self_attention.linear_qkv.layer_norm_": "input_norm.",
         "mlp.linear_fc1.layer_norm_": "mlp_norm.",
         "self_attention.linear_proj.": "o.",
-        "mlp.linear_fc2.": "down.",
+        "mlp.linear_fc2.": "mlp.down.",
+        "mlp.router.": "mlp.router.",
+        "mlp.experts.experts.linear_fc2.weight": "mlp.down",
     }
     for key, tensor in whole.items():
         weight, _, slot = key.rpartition("/")
@@ -228,8 +236,12 @@ def _parts(below: str, layer: torch.Tensor, names: dict[str, str]) -> Iterator[t
             yield f"{name}.weight", groups[:, start:stop].reshape(-1, layer.shape[1])
     elif below == "mlp.linear_fc1.weight":
         half = len(layer) // 2
-        yield "gate.weight", layer[:half]
-        yield "up.weight", layer[half:]
+        yield "mlp.gate.weight", layer[:half]
+        yield "mlp.up.weight", layer[half:]
+    elif below == "mlp.experts.experts.linear_fc1.weight":
+        half = layer.shape[1] // 2
+        yield "mlp.gate", layer[:, :half]
+        yield "mlp.up", layer[:, half:]
     else:
         (old,) = (old for old in names if below.startswith(old))
         yield below.replace(old, names[old]), layer

@@ -16,17 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.jobs.matrix_gpt import SLOTS, Gpt, Whole, batch, loss_of, parameter_groups
 
-CASES = ("ddp", "fsdp1", "fsdp2", "fsdp2-padded")
+#: The vocabulary of a job whose name ends with "padded"; Megatron pads it to 64.
+SMALLER = 61
 
 
 class TorchJob:
-    """A job of torch; `case` is one of `CASES`."""
+    """A job of torch; `case` is a way to divide the model, and "padded" or "moe"
+    after it."""
 
     def __init__(self, case: str, *, seed: int) -> None:
         self.way, _, option = case.partition("-")
-        self.vocabulary = 61 if option == "padded" else 64
+        self.vocabulary = SMALLER if option == "padded" else 64
         torch.manual_seed(seed)
-        self.model = _wrapped(Gpt(self.vocabulary), self.way)
+        self.model = _wrapped(Gpt(self.vocabulary, experts=4 if option == "moe" else None), self.way)
         self.optimizer = torch.optim.AdamW(parameter_groups(self.model), lr=0.01)
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer}
         self.cast: str | None = None
