@@ -40,7 +40,7 @@ CASES = {
     "megatron-tp2-undistributed": Case(Layout(tp=2, distributed=False)),
     "megatron-tp2-late": Case(Layout(tp=2, late=True)),
     "megatron-ep2-moe": Case(Layout(ep=2), Kind(experts=4)),
-    "megatron-tp2ep4-moe": Case(Layout(tp=2, ep=4), Kind(experts=4)),
+    "megatron-pp2ep2-moe": Case(Layout(pp=2, ep=2), Kind(experts=4)),
 }
 
 

@@ -29,7 +29,7 @@ MEGATRON = (
     *("megatron-tp2-undistributed", "megatron-tp2-late"),
 )
 #: Jobs with experts. Megatron divides them among ranks; for the others, those of a layer are one tensor.
-EXPERTS = ("fsdp2-moe", "zero2-moe", "megatron-ep2-moe", "megatron-tp2ep4-moe")
+EXPERTS = ("fsdp2-moe", "zero2-moe", "megatron-ep2-moe", "megatron-pp2ep2-moe")
 #: For each framework, the numbers of ranks that save and that load.
 RANKS = {"torch": (2, 3), "deepspeed": (2, 3), "megatron": (4, 4)}
 #: Every framework with every other one. Of Megatron's layouts, one meets each case of the others, and the others meet

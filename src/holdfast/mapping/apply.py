@@ -96,14 +96,15 @@ def _for_megatron(draft: MappingState, rule: FromMegatron | ToMegatron) -> None:
         raise draft.unmatched(rule.names)
     for path in paths:
         is_theirs = is_of_megatron(draft, path)
-        if isinstance(rule, ToMegatron):
-            if is_theirs:
-                raise draft.refused(f"the optimizer {path!r} was saved by a job of Megatron", path)
-            add_masters(draft, path)
-        elif is_theirs:
+        if isinstance(rule, FromMegatron) and not is_theirs:
+            text = "names no group for each parameter, as the optimizers do that a live job of Megatron has saved"
+            raise draft.refused(f"{path!r} {text}; folders of Megatron itself do not say the groups", path)
+        if isinstance(rule, ToMegatron) and is_theirs:
+            raise draft.refused(f"the optimizer {path!r} was saved by a job of Megatron", path)
+        if is_theirs:
             make_plain(draft, path)
         else:
-            raise draft.refused(f"the optimizer {path!r} was not saved by a job of Megatron", path)
+            add_masters(draft, path)
 
 
 def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:
