@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.jobs.matrix_gpt import from_megatron, to_megatron
 from tests.jobs.matrix_job import SAVED, family, load, save
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
@@ -92,6 +93,15 @@ def test_ddp_fsdp1_and_fsdp2_go_on_from_each_other_on_other_ranks(tmp_path: Path
     run_ranks(2, save_all, str(tmp_path), TORCH)
     pairs = list(permutations(TORCH, 2))
     assert run_ranks(3, load_all, str(tmp_path), pairs) == [{f"{a}:{b}": {} for a, b in pairs}] * 3
+
+
+def test_the_rules_of_the_guide_are_those_that_the_matrix_uses() -> None:
+    names: dict[str, Any] = {}
+    for part in (ROOT / "docs/guides/matrix.md").read_text().split("```py\n")[1:]:
+        exec(part.partition("```")[0], names)
+    for shown, used in ((names["MINE"], from_megatron()), (names["THEIRS"], to_megatron())):
+        assert set(shown) == set(used)
+        assert list(map(type, shown)) == list(map(type, used))
 
 
 def interpreter(framework: str) -> str:

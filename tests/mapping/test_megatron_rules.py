@@ -18,7 +18,7 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, Sink, registry
-from holdfast.mapping import Drop, FromMegatron, Rename, Rule, Split, ToMegatron, Unstack
+from holdfast.mapping import FromMegatron, Fuse, Rename, Rule, Split, Stack, ToMegatron, Unstack
 
 GROUPS = ("wd_mult=0.0,lr_mult=1.0", "wd_mult=1.0,lr_mult=1.0")
 BIAS, WEIGHT = "model/layers.bias", "model/layers.weight"
@@ -37,7 +37,7 @@ class TheirOptimizer:
 
 
 class TheirAdapter:
-    """Writes a `TheirOptimizer` as `MegatronOptimizerAdapter` writes one of Megatron."""
+    """Writes a `TheirOptimizer` as `MegatronOptimizerAdapter` writes one of Megatron, and fills its slots."""
 
     needs_names = True
     is_divisible = False
@@ -60,7 +60,12 @@ class TheirAdapter:
         return True
 
     def bind(self, path: str, item: TheirOptimizer, source: BindingSource) -> Finish:
-        raise NotImplementedError
+        for name, slots in item.slots.items():
+            for slot, tensor in slots.items():
+                source.live(join(path, "state", name, slot), tensor)
+        for name in source.stored_below(path):
+            source.mark(name)
+        return lambda: item
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 #: Groups as they are with torch's optimizers, and as they are with those of Apex.
-TORCHS = {
+TORCHS: dict[str, object] = {
     **{
         key: value
         for key, value in torch.optim.AdamW([torch.zeros(1)], lr=0.5).param_groups[0].items()
@@ -155,26 +160,43 @@ def test_a_rule_for_the_other_kind_of_optimizer_is_refused(tmp_path: Path) -> No
     assert "was saved by a job of Megatron" in refused(theirs, plain_state(), ToMegatron())
     holdfast.save(tmp_path / "plain", plain_state(), 1)
     plain = tmp_path / "plain"
-    assert "does not name its groups as Megatron does" in refused(plain, plain_state(), FromMegatron())
+    assert "names no group for each parameter" in refused(plain, plain_state(), FromMegatron())
     assert "matches nothing" in refused(plain, plain_state(), FromMegatron("opt"))
 
 
-class Holder(nn.Module):
-    """A module whose parameter is the tensor that its optimizer has as a slot: both names are stored."""
+def test_the_weights_of_a_plain_optimizer_are_master_weights_and_weights(tmp_path: Path) -> None:
+    saved, theirs = plain_state(), TheirOptimizer(TORCHS)
+    for parameter in saved["model"].parameters():
+        parameter.grad = nn.init.normal_(torch.empty_like(parameter))
+    saved["optimizer"].step()
+    holdfast.save(tmp_path / "run", saved, 1)
+    into = {"model": {name.removeprefix("model/"): slots["fp32"].bfloat16() for name, slots in theirs.slots.items()}}
+    rules: list[Rule] = [
+        ToMegatron(),
+        Fuse(["model/layers.{i}.a", "model/layers.{i}.b"], "model/layers.{i}.weight"),
+        Rename("model/layers.{i}.c", "model/layers.{i}.bias"),
+        Stack("model/layers.{i}.{w}", "model/layers.{w}"),
+    ]
+    holdfast.load(tmp_path / "run", into=into | {"optimizer": theirs}, mapping=rules, cast="model")
+    layers = [saved["model"].layers[str(number)] for number in range(2)]
+    for name, parts in ((BIAS, "c"), (WEIGHT, "ab")):
+        for slot, found in theirs.slots[name].items():
+            expected = [torch.cat([value_of(saved, layer[part], slot) for part in parts]) for layer in layers]
+            assert torch.equal(found, torch.stack(expected)), (name, slot)
+        assert torch.equal(into["model"][name.removeprefix("model/")], theirs.slots[name]["fp32"].bfloat16())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.rand(4, 2))
+
+def value_of(state: dict[str, Any], parameter: torch.Tensor, slot: str) -> torch.Tensor:
+    """The master weight, or a moment."""
+    found: torch.Tensor = parameter.detach() if slot == "fp32" else state["optimizer"].state[parameter][slot]
+    return found
 
 
-def test_master_weights_of_a_plain_optimizer_are_its_weights(tmp_path: Path) -> None:
-    model = Holder()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.w.grad = torch.ones(4, 2)
-    optimizer.step()
-    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer}, 1)
-    into = {"model": {"w": torch.zeros(4, 2)}, "optimizer": {"state": {"model": {"w": {"fp32": torch.zeros(4, 2)}}}}}
-    rules = [ToMegatron(), Rename("optimizer", "o"), Drop("o")]
-    assert "matches nothing" not in str(rules)
-    with pytest.raises(IncompatibleError, match="optimizer"):
-        holdfast.load(tmp_path / "run", into=into, mapping=[ToMegatron(), ToMegatron()])
+def test_weights_in_low_precision_are_no_master_weights(tmp_path: Path) -> None:
+    saved = plain_state()
+    saved["model"].bfloat16()
+    holdfast.save(tmp_path / "run", saved, 1)
+    assert "is not stored in float32" in refused(tmp_path / "run", plain_state(), ToMegatron())
+    saved["model"].float()
+    holdfast.save(tmp_path / "other", saved, 1)
+    assert "has a master weight already" in refused(tmp_path / "other", plain_state(), ToMegatron(), ToMegatron())

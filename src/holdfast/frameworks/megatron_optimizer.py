@@ -18,7 +18,7 @@ from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
 from holdfast.frameworks.megatron_buckets import BucketLoad, has_buckets
 from holdfast.frameworks.megatron_model import MegatronChunks, bind_pieces, name_below
-from holdfast.frameworks.megatron_plain import read_plain
+from holdfast.frameworks.megatron_numbered import read_numbered
 from holdfast.frameworks.megatron_shards import HeldPiece, HeldShard, joined
 from holdfast.frameworks.megatron_trained import (
     STEP,
@@ -191,7 +191,7 @@ def _bind_buckets(path: str, item: MegatronSlots, held: _Held, source: BindingSo
 
 def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:
     groups, group_of = hyper_parameters(held.optimizers, path), _group_of(model, held)
-    if (plain := read_plain(path, group_of, source)) is not None:
+    if (plain := read_numbered(path, group_of, source)) is not None:
         load = plain.bind_groups(groups, source)
         yield lambda: set_hyper_parameters(held.optimizers, cast("dict[str, dict[str, Any]]", load()))
         count = plain.bind_steps(source)

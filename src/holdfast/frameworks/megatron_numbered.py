@@ -21,7 +21,7 @@ from holdfast.frameworks.optimizer_groups import SavedOptimizer, read_saved
 _TAKEN: Final = ("betas", "eps", "momentum")
 
 
-class PlainOptimizer(NamedTuple):
+class NumberedOptimizer(NamedTuple):
     """A plain optimizer at `path`, and for each weight that this rank trains, the name of its group in Megatron."""
 
     path: str
@@ -81,10 +81,10 @@ class PlainOptimizer(NamedTuple):
         return lambda: int(number.item())
 
 
-def read_plain(path: str, group_of: Mapping[str, str], source: BindingSource) -> PlainOptimizer | None:
+def read_numbered(path: str, group_of: Mapping[str, str], source: BindingSource) -> NumberedOptimizer | None:
     """The plain optimizer that the checkpoint has at `path`; None where it has one of Megatron. `group_of` has the name
     of the group of each weight that this rank trains."""
     nodes = (source.nodes.get(join(path, "group_of", component(weight))) for weight in group_of)
     if not any(isinstance(node, Plain) for node in nodes):
         return None
-    return PlainOptimizer(path, read_saved(path, source), group_of)
+    return NumberedOptimizer(path, read_saved(path, source), group_of)
