@@ -20,7 +20,8 @@ VOCABULARY = 64
 
 
 class EngineJob:
-    """A job of DeepSpeed; `case` is ``zero`` with a stage, and "moe" after it where the model has experts."""
+    """A job of DeepSpeed; `case` is ``zero`` with a stage, and after it
+    "moe" where the model has experts, "universal" where DeepSpeed itself loads it."""
 
     def __init__(self, case: str, *, seed: int) -> None:
         stage, _, option = case.removeprefix("zero").partition("-")
@@ -38,6 +39,7 @@ class EngineJob:
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": True},
                 "zero_optimization": zero,
+                "checkpoint": {"load_universal": option == "universal"},
             },
         )
         self.state: dict[str, Any] = {"engine": self.engine}

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import holdfast
 from tests.jobs.matrix_gpt import from_megatron, to_megatron
 from tests.jobs.matrix_job import SAVED, family, load, save
 from tests.support.models import start_new_job
@@ -58,7 +59,6 @@ def faults(source: str, target: str, found: dict[str, Any]) -> dict[str, Any]:
         "alone": [],
         "differing": [],
         "casts": [],
-        "next_step": SAVED + 1,
         "steps": [SAVED],
         "steps_after": [SAVED + 1],
         "changed": num_tensors(source),
@@ -146,3 +146,14 @@ def test_every_framework_goes_on_from_every_other_one(saved: Path, framework: st
     for rank, found in enumerate(results):
         wrong = {":".join(pair): faults(*pair, found[":".join(pair)]) for pair in pairs}
         assert wrong == {":".join(pair): {} for pair in pairs}, rank
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_stock_deepspeed_goes_on_from_an_export_of_a_run_of_megatron(saved: Path) -> None:
+    source = "megatron-tp2pp2"
+    options: dict[str, Any] = {"select": ["model", "optimizer"], "mapping": from_megatron()}
+    holdfast.export(saved / source / "run", saved / source / "universal", "deepspeed-universal", **options)
+    pairs = [(source, f"zero{stage}-universal") for stage in (1, 2, 3)]
+    for rank, found in enumerate(half("deepspeed", 3, "stock", saved, *(":".join(pair) for pair in pairs))):
+        assert {pair: faults(*pair, found[":".join(pair)]) for pair in pairs} == {pair: {} for pair in pairs}, rank
