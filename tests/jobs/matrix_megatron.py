@@ -39,6 +39,7 @@ CASES = {
     "megatron-tp2-fp32": Case(Layout(tp=2), Kind(bf16=False)),
     "megatron-tp2-undistributed": Case(Layout(tp=2, distributed=False)),
     "megatron-tp2-late": Case(Layout(tp=2, late=True)),
+    "megatron-pp2-fp16": Case(Layout(pp=2), Kind(bf16=False, fp16=True)),
     "megatron-ep2-moe": Case(Layout(ep=2), Kind(experts=4)),
     "megatron-pp2ep2-moe": Case(Layout(pp=2, ep=2), Kind(experts=4)),
 }

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 TORCH = ("ddp", "fsdp1", "fsdp2")
 ENGINES = ("zero1", "zero2", "zero3")
 MEGATRON = (
-    *("megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-vpp", "megatron-tp2-fp32"),
+    *("megatron-tp2", "megatron-pp2", "megatron-tp2pp2", "megatron-vpp", "megatron-tp2-fp32", "megatron-pp2-fp16"),
     *("megatron-tp2-undistributed", "megatron-tp2-late"),
 )
 #: Jobs with experts. Megatron divides them among ranks; for the others, those of a layer are one tensor.

@@ -55,6 +55,7 @@ class TheirAdapter:
                 sink.tree(join(path, "state", name, slot), tensor)
             sink.tree(join(path, "group_of", component(name)), group)
             sink.tree(join(path, "param_groups", component(group)), {**item.hyper, "weight_decay": float(group[8:11])})
+        sink.tree(join(path, "grad_scaler", "0"), {"scale": torch.ones(1), "growth_tracker": 3})
         if item.steps is not None:
             sink.tree(join(path, "step"), item.steps)
         return True

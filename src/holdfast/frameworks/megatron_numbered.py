@@ -6,17 +6,20 @@ Plain optimizers and engines of DeepSpeed number their parameter groups and coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join
 from holdfast.format.values import Plain
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.megatron_trained import STEP
 from holdfast.frameworks.optimizer_groups import SavedOptimizer, read_saved
 
+#: What the names of classes of optimizers with the same state have in common: those of torch, Apex and DeepSpeed.
+_FAMILIES: Final = ("adam", "sgd")
 #: The hyper-parameters that go on. Megatron's scheduler sets the others at each step, from the options of the job.
 _TAKEN: Final = ("betas", "eps", "momentum")
 
@@ -27,6 +30,19 @@ class NumberedOptimizer(NamedTuple):
     path: str
     saved: SavedOptimizer
     group_of: Mapping[str, str]
+
+    def check_class(self, live: Iterable[str]) -> None:
+        """Raise `IncompatibleError`, code ``incompatible.optimizer_class``, where the stored optimizer has other state
+        than those of the classes `live`."""
+        stored = self.saved.kind
+        for kind in live:
+            if stored is not None and _family(stored) != _family(kind):
+                raise IncompatibleError(
+                    f"The optimizer {self.path!r} is Megatron's with {kind} here, but a {stored} in the checkpoint.",
+                    code="incompatible.optimizer_class",
+                    action=f'Train with that class, or leave the optimizer out, with select="!{self.path}".',
+                    path=self.path,
+                )
 
     def bind_groups(self, groups: Mapping[str, Mapping[str, Any]], source: BindingSource) -> Finish:
         """Bind the live `groups`, by their names, to the stored groups of their weights. The result returns the
@@ -79,6 +95,10 @@ class NumberedOptimizer(NamedTuple):
         for name in names:
             source.fill(NamedTensor(name, number, "split"))
         return lambda: int(number.item())
+
+
+def _family(kind: str) -> str:
+    return next((family for family in _FAMILIES if family in kind.lower()), kind)
 
 
 def read_numbered(path: str, group_of: Mapping[str, str], source: BindingSource) -> NumberedOptimizer | None:

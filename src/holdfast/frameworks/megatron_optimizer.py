@@ -191,10 +191,11 @@ def _bind_buckets(path: str, item: MegatronSlots, held: _Held, source: BindingSo
 
 def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:
     groups, group_of = hyper_parameters(held.optimizers, path), _group_of(model, held)
-    if (plain := read_numbered(path, group_of, source)) is not None:
-        load = plain.bind_groups(groups, source)
+    if (numbered := read_numbered(path, group_of, source)) is not None:
+        numbered.check_class(type(each.optimizer).__name__ for each in held.optimizers)
+        load = numbered.bind_groups(groups, source)
         yield lambda: set_hyper_parameters(held.optimizers, cast("dict[str, dict[str, Any]]", load()))
-        count = plain.bind_steps(source)
+        count = numbered.bind_steps(source)
     else:
         for name, group in groups.items():
             source.live(join(path, "param_groups", component(name)), group)
@@ -202,11 +203,11 @@ def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> I
         for name in group_of:
             source.mark(join(path, "group_of", component(name)))
         count = source.opaque(join(path, STEP)) if join(path, STEP) in source.nodes else None
+        yield from _bind_scalers(path, held, source)
     if count is not None:
         yield partial(_load_steps, held, count)
     elif _steps(path, held) is not None:
         source.missing(join(path, STEP))
-    yield from _bind_scalers(path, held, source)
 
 
 def _bind_scalers(path: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:

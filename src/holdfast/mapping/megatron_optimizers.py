@@ -41,7 +41,7 @@ def is_of_megatron(draft: MappingState, path: str) -> bool:
 
 def make_plain(draft: MappingState, path: str) -> None:
     """Rewrite the optimizer at `path`: the master weights become the weights, each parameter gets the count of steps,
-    and the groups get numbers, in the order of their names."""
+    the groups get numbers, in the order of their names, and loss scalers are left out."""
     names: dict[str, str] = {}
     for parameter in draft.optimizers[path]:
         group = draft.value(draft.group_name(path, parameter))
@@ -53,6 +53,7 @@ def make_plain(draft: MappingState, path: str) -> None:
     for parameter, name in names.items():
         draft.put_value(draft.group_name(path, parameter), Plain(numbers[name]))
     draft.put_value(join(path, "param_groups"), Open("dict"))
+    draft.remove(draft.values_at(join(path, "grad_scaler")))
     draft.take_masters(path, MASTER)
     draft.spread_value(join(path, _STEP), path, _STEP)
 

@@ -181,7 +181,8 @@ class FromMegatron(_OnNames, frozen=True, tag="from_megatron"):
     torch's optimizers and engines of DeepSpeed load.
 
     The master weights become the weights. Each parameter gets the count of steps. The parameter groups get numbers, in
-    the order of their names in Megatron, and keep the hyper-parameters that torch's AdamW and SGD have.
+    the order of their names in Megatron, and keep the hyper-parameters that torch's AdamW and SGD have. Loss scalers
+    are left out.
     """
 
     names: str = "optimizer"
