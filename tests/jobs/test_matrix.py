@@ -52,6 +52,11 @@ def num_tensors(case: str) -> int:
     return 3 * (2 + 1 + 4 * (12 if case.endswith("-moe") else 11))
 
 
+def computes_in_fp32(case: str) -> bool:
+    """Whether a job computes in fp32, not in bf16 or fp16."""
+    return family(case) == "torch" or case.endswith("-fp32")
+
+
 def faults(source: str, target: str, found: dict[str, Any]) -> dict[str, Any]:
     """What is not as it must be after a load and a step; empty if all is well."""
     expected = {
@@ -65,8 +70,9 @@ def faults(source: str, target: str, found: dict[str, Any]) -> dict[str, Any]:
     }
     wrong = {key: found[key] for key, value in expected.items() if found[key] != value}
     before, after = found["losses"]
-    # Frameworks compute in fp32 or in bf16. With other padding, the loss is over other tokens.
-    if abs(after - before) > 0.02 * before and "padded" not in source + target:
+    tolerance = 1e-5 if computes_in_fp32(source) and computes_in_fp32(target) else 0.02
+    # With other padding, the loss is over other tokens.
+    if abs(after - before) > tolerance * before and "padded" not in source + target:
         wrong["losses"] = found["losses"]
     return wrong | ({} if 0 < found["trained"] < 10 else {"trained": found["trained"]})
 
