@@ -323,7 +323,7 @@ def load_another_class(folder: str) -> str:
 def test_the_state_of_another_class_of_optimizers_is_refused_and_its_weights_load(tmp_path: Path) -> None:
     (error,) = run_ranks(1, load_another_class, str(tmp_path))
     assert "[incompatible.optimizer_class]" in error
-    assert "with AdamW here, but a SGD in the checkpoint" in error
+    assert "is an AdamW of Megatron here, but an SGD in the checkpoint" in error
 
 
 def refusals(folder: str) -> dict[str, str]:

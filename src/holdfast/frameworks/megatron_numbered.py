@@ -17,6 +17,7 @@ from holdfast.format.values import Plain
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.megatron_trained import STEP
 from holdfast.frameworks.optimizer_groups import SavedOptimizer, read_saved
+from holdfast.wording import with_article
 
 #: What the names of classes of optimizers with the same state have in common: those of torch, Apex and DeepSpeed.
 _FAMILIES: Final = ("adam", "sgd")
@@ -38,7 +39,8 @@ class NumberedOptimizer(NamedTuple):
         for kind in live:
             if stored is not None and _family(stored) != _family(kind):
                 raise IncompatibleError(
-                    f"The optimizer {self.path!r} is Megatron's with {kind} here, but a {stored} in the checkpoint.",
+                    f"The optimizer {self.path!r} is {with_article(kind)} of Megatron here, but {with_article(stored)} in "
+                    "the checkpoint.",
                     code="incompatible.optimizer_class",
                     action=f'Train with that class, or leave the optimizer out, with select="!{self.path}".',
                     path=self.path,
