@@ -75,6 +75,8 @@ PAIRS = [
     ("from a plain optimizer", Kind(), 2, Layout(pp=2, distributed=False), 4, Layout(tp=2)),
     ("experts", MOE, 4, Layout(tp=2, ep=2), 4, Layout(pp=2)),
     ("experts, back", MOE, 2, Layout(pp=2), 4, Layout(ep=4)),
+    ("experts cut by columns", MOE, 4, Layout(tp=2, expert_tp=2), 2, Layout(ep=2)),
+    ("experts cut by columns, back", MOE, 2, Layout(ep=2), 4, Layout(tp=2, ep=2, expert_tp=2)),
     ("experts with scalers", MOE._replace(bf16=False, fp16=True), 2, Layout(), 4, Layout(ep=2)),
     ("experts with scalers, back", MOE._replace(bf16=False, fp16=True), 2, Layout(ep=2), 1, Layout()),
     ("grouped experts", MOE._replace(grouped=True), 4, Layout(tp=2, ep=2), 2, Layout(ep=2)),

@@ -39,8 +39,8 @@ class NumberedOptimizer(NamedTuple):
         for kind in live:
             if stored is not None and _family(stored) != _family(kind):
                 raise IncompatibleError(
-                    f"The optimizer {self.path!r} is {with_article(kind)} of Megatron here, but {with_article(stored)} in "
-                    "the checkpoint.",
+                    f"The optimizer {self.path!r} is {with_article(kind)} of Megatron here, but {with_article(stored)} "
+                    "in the checkpoint.",
                     code="incompatible.optimizer_class",
                     action=f'Train with that class, or leave the optimizer out, with select="!{self.path}".',
                     path=self.path,
