@@ -12,7 +12,7 @@ MEGATRON := .venv-megatron
 RAY := .venv-ray
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-ray test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -36,6 +36,11 @@ test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 
 test-megatron: $(MEGATRON)/megatron.stamp
 	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py
+
+# Each half of a pair runs in the environment of its framework.
+test-matrix: $(VENV)/dev.stamp $(DEEPSPEED)/deepspeed.stamp $(MEGATRON)/megatron.stamp
+	DEEPSPEED_PYTHON=$(CURDIR)/$(DEEPSPEED)/bin/python MEGATRON_PYTHON=$(CURDIR)/$(MEGATRON)/bin/python \
+		$(VENV)/bin/pytest -q -m matrix -o faulthandler_timeout=580 tests/jobs/test_matrix.py
 
 test-ray: $(RAY)/ray.stamp
 	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py

@@ -288,3 +288,5 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    sys.stderr.flush()
+    os._exit(0)  # torch sometimes aborts while an interpreter ends ("terminate called without an active exception")

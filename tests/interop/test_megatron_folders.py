@@ -19,7 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, IncompatibleError
+from holdfast.mapping import FromMegatron
 from tests.interop.changed_bytes import changed_bytes, read_or_refused
 from tests.interop.megatron_state import SHAPES, named_weight, state_after_a_step
 from tests.support.bound import bits
@@ -65,6 +66,12 @@ def test_weights_and_the_state_of_the_optimizer_have_the_names_of_a_live_job(ful
             expected[f"optimizer/state/model/{key}/{slot}"] = value
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_a_folder_is_no_optimizer_for_other_frameworks_because_it_names_no_groups(full: Path) -> None:
+    with pytest.raises(IncompatibleError, match="names no group for each parameter") as caught:
+        holdfast.load(full, into={"optimizer": {}}, mapping=[FromMegatron()])
+    assert caught.value.code == "incompatible.mapping"
 
 
 def test_values_of_the_job_are_read_without_megatron(full: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import AdamW
@@ -128,6 +129,36 @@ def test_what_one_process_wrote_apart_is_fused_in_any_layout(tmp_path: Path, num
     holdfast.save(tmp_path / "run", saved, 1)
     expected = fused_by_hand(gathered(saved))
     assert run_ranks(num_ranks, load_fused, str(tmp_path / "run"), expected, sharded) == [([], [])] * num_ranks
+
+
+def load_fused_into_flat_memory(run: str, again: str) -> None:
+    warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so
+    model = FullyShardedDataParallel(Fused(), use_orig_params=False, device_id=torch.device("cpu"))
+    state = state_of(model)
+    holdfast.load(run, state, mapping=FUSE)
+    holdfast.save(again, state, 1)
+
+
+def test_all_fused_weights_of_one_flat_parameter_have_one_count_of_steps(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = trained(Single())
+    holdfast.save(tmp_path / "run", saved, 1)
+    run_ranks(2, load_fused_into_flat_memory, str(tmp_path / "run"), str(tmp_path / "again"))
+    view = holdfast.open(tmp_path / "again")
+    expected = fused_by_hand(gathered(saved))
+    stored = {name.replace("optimizer/state/", "").removeprefix("model/"): view[name][...] for name in view.names()}
+    (one,) = [name for name in stored if name.endswith("/step")]  # a flat parameter has one count, of many names
+    stored |= {name: stored[one] for name in expected if name.endswith("/step")}
+    assert differing(stored, expected) == []
+
+
+def test_an_unequal_count_of_steps_among_what_is_fused_is_refused_in_flat_memory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saved = trained(Single())
+    saved["optimizer"].state[saved["model"].up.weight]["step"] += 1
+    holdfast.save(tmp_path / "run", saved, 1)
+    with pytest.raises(RanksFailedError, match=r"incompatible\.tied"):
+        run_ranks(2, load_fused_into_flat_memory, str(tmp_path / "run"), str(tmp_path / "again"))
 
 
 def save_fused(run: str) -> dict[str, torch.Tensor]:

@@ -14,12 +14,14 @@ from holdfast.mapping import (
     Cast,
     Crop,
     Drop,
+    FromMegatron,
     Fuse,
     Pad,
     Rename,
     Rule,
     Split,
     Stack,
+    ToMegatron,
     Transpose,
     Unstack,
     from_toml,
@@ -80,6 +82,13 @@ fill = "keep"
 kind = "crop"
 names = "head"
 size = 100
+
+[[rule]]
+kind = "from_megatron"
+
+[[rule]]
+kind = "to_megatron"
+names = "opt"
 """
 
 RULES: list[Rule] = [
@@ -93,6 +102,8 @@ RULES: list[Rule] = [
     Transpose("c.*", axes=[2, 0, 1]),
     Pad("emb", size=128, fill="keep"),
     Crop("head", size=100),
+    FromMegatron(),
+    ToMegatron("opt"),
 ]
 
 

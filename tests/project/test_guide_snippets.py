@@ -281,6 +281,7 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "checkpointer": 7,
         "data": 3,
         "deepspeed": 3,
+        "matrix": 2,  # `tests/jobs/test_matrix.py`
         "loading": 3,
         "policies": 3,
         "publishing": 1,

@@ -30,8 +30,8 @@ WIDTH, LAYERS = 16, 4
 
 class Layout(NamedTuple):
     """How the ranks divide a job: sizes of the parallel axes (the rest of the ranks is data parallel), whether the
-    optimizer is distributed, the least number of elements in a bucket of it, and whether the weights are gathered in
-    the next forward."""
+    optimizer is distributed, the least number of elements in a bucket of it, whether the weights are gathered in the
+    next forward, and into how many parts each expert is cut."""
 
     tp: int = 1
     pp: int = 1
@@ -40,6 +40,7 @@ class Layout(NamedTuple):
     distributed: bool = True
     bucket: int | None = 500
     late: bool = False
+    expert_tp: int = 1
 
 
 class Kind(NamedTuple):
@@ -64,7 +65,11 @@ def megatron_job(layout: Layout, kind: Kind, *, seed: int = 0) -> Iterator[Job]:
     """A job in a fresh layout of the ranks. Its weights depend on `seed` and the rank."""
     with megatron_on_cpu():
         parallel_state.initialize_model_parallel(
-            layout.tp, layout.pp, layout.vpp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=1
+            layout.tp,
+            layout.pp,
+            layout.vpp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.expert_tp,
         )
         try:
             torch.manual_seed(seed + 1000 * dist.get_rank())
@@ -90,12 +95,14 @@ def _chunks(layout: Layout, kind: Kind) -> list[Any]:
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        hidden_dropout=0.0,  # the ranks of tensor parallelism would need one seed for it
+        attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp,
         expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=layout.expert_tp,
         num_moe_experts=kind.experts,
         pipeline_dtype=_dtype(kind),
         params_dtype=_dtype(kind),

@@ -15,11 +15,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import holdfast
-from holdfast.errors import StateError
+from holdfast.errors import IncompatibleError, StateError
 from holdfast.state.flatten import flatten
 from holdfast.trainers.megatron import megatron_state
+from tests.interop.megatron_state import SHAPES, named_weight
 from tests.project.test_guides import Call, example, run_script
 from tests.support.collectives import counted
 from tests.support.rank_worker import HOST
@@ -73,6 +75,8 @@ PAIRS = [
     ("from a plain optimizer", Kind(), 2, Layout(pp=2, distributed=False), 4, Layout(tp=2)),
     ("experts", MOE, 4, Layout(tp=2, ep=2), 4, Layout(pp=2)),
     ("experts, back", MOE, 2, Layout(pp=2), 4, Layout(ep=4)),
+    ("experts cut by columns", MOE, 4, Layout(tp=2, expert_tp=2), 2, Layout(ep=2)),
+    ("experts cut by columns, back", MOE, 2, Layout(ep=2), 4, Layout(tp=2, ep=2, expert_tp=2)),
     ("experts with scalers", MOE._replace(bf16=False, fp16=True), 2, Layout(), 4, Layout(ep=2)),
     ("experts with scalers, back", MOE._replace(bf16=False, fp16=True), 2, Layout(ep=2), 1, Layout()),
     ("grouped experts", MOE._replace(grouped=True), 4, Layout(tp=2, ep=2), 2, Layout(ep=2)),
@@ -292,6 +296,36 @@ def test_steps_after_a_background_save_do_not_reach_it(tmp_path: Path, layout: L
     run_ranks(1, write_reference, str(tmp_path), Kind())
     assert run_ranks(4, save_behind, str(tmp_path), layout) == [True] * 4
     assert stored_differences(f"{tmp_path}/run", f"{tmp_path}/after-3.pt") == []
+
+
+def load_another_class(folder: str) -> str:
+    """Save a plain optimizer of another class under Megatron's names, and return the error of a load into a job."""
+    net = nn.Module()
+    for key, shape in SHAPES.items():
+        *above, last = key.split(".")
+        module = net
+        for name in above:
+            if name not in dict(module.named_children()):
+                module.add_module(name, nn.Module())
+            module = module.get_submodule(name)
+        module.register_parameter(last, nn.Parameter(named_weight(key, shape).float()))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    holdfast.save(f"{folder}/run", {"model": net, "optimizer": optimizer}, 1)
+    with megatron_job(Layout(), Kind(bf16=False, vocabulary=16)) as job:
+        state = megatron_state(job.chunks, job.optimizer)
+        with pytest.raises(IncompatibleError) as caught:
+            holdfast.load(f"{folder}/run", into=state, select=["model", "optimizer"])
+        holdfast.load(f"{folder}/run", into=state, select="model")
+        return str(caught.value)
+
+
+def test_the_state_of_another_class_of_optimizers_is_refused_and_its_weights_load(tmp_path: Path) -> None:
+    (error,) = run_ranks(1, load_another_class, str(tmp_path))
+    assert "[incompatible.optimizer_class]" in error
+    assert "is an AdamW of Megatron here, but an SGD in the checkpoint" in error
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -26,7 +26,8 @@ from holdfast.exporting.plain_values import plain_value
 from holdfast.format.names import component, join, split
 from holdfast.format.values import Node
 from holdfast.interop.megatron_iterations import BACKEND, BACKEND_VERSION, COMMON, CONFIG
-from holdfast.interop.megatron_names import BUCKETS, MASTER, MASTERS
+from holdfast.interop.megatron_names import BUCKETS, MASTERS
+from holdfast.mapping.megatron_optimizers import MASTER
 
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"

@@ -17,7 +17,8 @@ from holdfast.frameworks import BindingSource
 from holdfast.frameworks.megatron_trained import BucketPlace, TrainedRange
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, FlatRange
-from holdfast.interop.megatron_names import BUCKETS, MASTER
+from holdfast.interop.megatron_names import BUCKETS
+from holdfast.mapping.megatron_optimizers import MASTER
 from holdfast.mapping.parts import StoredTensor
 
 _CODE: Final = "incompatible.megatron_buckets"

@@ -18,6 +18,7 @@ from holdfast.format.values import Open
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
 from holdfast.frameworks.megatron_buckets import BucketLoad, has_buckets
 from holdfast.frameworks.megatron_model import MegatronChunks, bind_pieces, name_below
+from holdfast.frameworks.megatron_numbered import read_numbered
 from holdfast.frameworks.megatron_shards import HeldPiece, HeldShard, joined
 from holdfast.frameworks.megatron_trained import (
     STEP,
@@ -31,7 +32,7 @@ from holdfast.frameworks.megatron_trained import (
 )
 from holdfast.frameworks.optimizer_saving import is_replayed
 from holdfast.frameworks.piecewise import Piecewise
-from holdfast.interop.megatron_names import MASTER
+from holdfast.mapping.megatron_optimizers import MASTER
 
 
 class MegatronSlots:
@@ -189,19 +190,24 @@ def _bind_buckets(path: str, item: MegatronSlots, held: _Held, source: BindingSo
 
 
 def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:
-    groups = hyper_parameters(held.optimizers, path)
-    for name, group in groups.items():
-        source.live(join(path, "param_groups", component(name)), group)
-    yield partial(set_hyper_parameters, held.optimizers, groups)
-    for name in _group_of(model, held):
-        source.mark(join(path, "group_of", component(name)))
-    step = join(path, STEP)
-    if step in source.nodes:
-        load = source.opaque(step)
-        yield lambda: _set_steps(held, cast("int", load()))
+    groups, group_of = hyper_parameters(held.optimizers, path), _group_of(model, held)
+    if (numbered := read_numbered(path, group_of, source)) is not None:
+        numbered.check_class(type(each.optimizer).__name__ for each in held.optimizers)
+        load = numbered.bind_groups(groups, source)
+        yield lambda: set_hyper_parameters(held.optimizers, cast("dict[str, dict[str, Any]]", load()))
+        count = numbered.bind_steps(source)
+    else:
+        for name, group in groups.items():
+            source.live(join(path, "param_groups", component(name)), group)
+        yield partial(set_hyper_parameters, held.optimizers, groups)
+        for name in group_of:
+            source.mark(join(path, "group_of", component(name)))
+        count = source.opaque(join(path, STEP)) if join(path, STEP) in source.nodes else None
+        yield from _bind_scalers(path, held, source)
+    if count is not None:
+        yield partial(_load_steps, held, count)
     elif _steps(path, held) is not None:
-        source.missing(step)
-    yield from _bind_scalers(path, held, source)
+        source.missing(join(path, STEP))
 
 
 def _bind_scalers(path: str, held: _Held, source: BindingSource) -> Iterator[Callable[[], object]]:
@@ -275,7 +281,7 @@ def _made_slots(
                 tensor = source.stored(name)
                 if tensor is not None:
                     stored[name.rpartition("/")[2]] = getattr(torch, tensor.dtype)
-        lacking = {slot: dtype for slot, dtype in stored.items() if slot != MASTER and slot not in each.slots()}
+        lacking = {slot: dtype for slot, dtype in stored.items() if slot not in (MASTER, STEP, *each.slots())}
         if lacking:
             like = each.main.detach()
             made.append((each, {slot: torch.zeros_like(like, dtype=dtype) for slot, dtype in lacking.items()}))
@@ -309,9 +315,10 @@ def _steps(path: str, held: _Held) -> int | None:
     return next(iter(counts), None)
 
 
-def _set_steps(held: _Held, steps: int) -> None:
+def _load_steps(held: _Held, count: Finish) -> None:
     """Set the number of steps where the inner optimizers have it: those of torch in the state of each parameter, those
     of Apex and Transformer Engine in each group."""
+    steps = cast("int", count())
     for plain in held.plain:
         inner = plain.optimizer.optimizer
         if type(inner).__module__.startswith("torch.optim"):

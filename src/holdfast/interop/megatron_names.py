@@ -6,9 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-#: The slot of the master weights, as a state of ours names it, and as Megatron's optimizers do: the distributed one,
-#: and the others.
-MASTER: Final = "fp32"
+from holdfast.mapping.megatron_optimizers import MASTER
+
+#: The slot of the master weights, which a state of ours calls `MASTER`, as Megatron's optimizers name it: the
+#: distributed one, and the others.
 MASTERS: Final = ("param", "fp32_param")
 #: The entry of a state's optimizer that has buckets of a distributed optimizer.
 BUCKETS: Final = "buckets"

@@ -14,17 +14,20 @@ from holdfast.format.patterns import Pattern, Template
 from holdfast.format.values import Node
 from holdfast.mapping import parts as geometry
 from holdfast.mapping.draft import CheckpointTable, MappingState, Step
+from holdfast.mapping.megatron_optimizers import add_masters, is_of_megatron, make_plain
 from holdfast.mapping.parts import Made, StoredTensor
 from holdfast.mapping.rules import (
     Cast,
     Crop,
     Drop,
+    FromMegatron,
     Fuse,
     Pad,
     Rename,
     Rule,
     Split,
     Stack,
+    ToMegatron,
     Transpose,
     Unstack,
     index_field,
@@ -50,6 +53,8 @@ def mapped(
             _drop(draft, rule)
         elif isinstance(rule, Cast):
             _cast(draft, rule)
+        elif isinstance(rule, FromMegatron | ToMegatron):
+            _for_megatron(draft, rule)
         else:
             draft.run(_steps(draft, rule))
     return draft.table()
@@ -82,6 +87,24 @@ def _cast(draft: MappingState, rule: Cast) -> None:
         raise draft.unmatched(rule.names)
     for name in names:
         draft.put(name, draft.make([name], lambda made: [geometry.recast(made[0], rule.dtype)])[0])
+
+
+def _for_megatron(draft: MappingState, rule: FromMegatron | ToMegatron) -> None:
+    pattern = Pattern(rule.names)
+    paths = [path for path in draft.optimizers if pattern.match(path) is not None]
+    if not paths:
+        raise draft.unmatched(rule.names)
+    for path in paths:
+        is_theirs = is_of_megatron(draft, path)
+        if isinstance(rule, FromMegatron) and not is_theirs:
+            text = "names no group for each parameter, as the optimizers do that a live job of Megatron has saved"
+            raise draft.refused(f"{path!r} {text}; folders of Megatron itself do not say the groups", path)
+        if isinstance(rule, ToMegatron) and is_theirs:
+            raise draft.refused(f"the optimizer {path!r} was saved by a job of Megatron", path)
+        if is_theirs:
+            make_plain(draft, path)
+        else:
+            add_masters(draft, path)
 
 
 def _steps(draft: MappingState, rule: Split | Fuse | Stack | Unstack | Transpose | Pad | Crop) -> list[Step]:

@@ -6,11 +6,11 @@ Below an optimizer's path, ``state/<parameter>/<slot>``, and ``<parameter as one
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap, Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from holdfast.errors import IncompatibleError
 from holdfast.format import values
@@ -74,7 +74,9 @@ class MappingState:
         self.rule = ""
         self.stored = dict(stored)
         self.aliases = dict(aliases)
-        self._nodes = nodes
+        #: The values that rules have made, by texts that are no stored paths.
+        self._made: dict[str, Node] = {}
+        self._nodes: Mapping[str, Node] = ChainMap(self._made, cast("MutableMapping[str, Node]", nodes))
         #: The stored path of each value, by its current path.
         self._origins = dict(zip(nodes, nodes, strict=True))
         self._parts: dict[str, Parts] = {}
@@ -246,6 +248,56 @@ class MappingState:
                 self.put(name, tensor)
             self.aliases.update(dict.fromkeys(left[1:], left[0]) if left else {})
         return [name for name in names if name in chosen]
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def value(self, path: str) -> Node | None:
+        """The node at `path`; None if there is none."""
+        origin = self._origins.get(path)
+        return None if origin is None else self._nodes[origin]
+
+    def values_at(self, path: str) -> list[str]:
+        """The paths of all nodes at and below `path`."""
+        return [name for name in self._origins if name == path or name.startswith(f"{path}/")]
+
+    def put_value(self, path: str, node: Node) -> None:
+        """Put a node at `path`, in place of the one that is there."""
+        made = f"\0{len(self._made)}"
+        self._made[made] = node
+        self._origins[path] = made
+
+    # --- state of optimizers -----------------------------------------------------------------------------------------
+
+    def group_name(self, path: str, parameter: str) -> str:
+        """The path of the value that says which group of the optimizer at `path` has a parameter."""
+        return _group_of(path, parameter)
+
+    def take_masters(self, path: str, slot: str) -> None:
+        """Make each parameter that the optimizer at `path` has a master weight of, in `slot`, that master weight."""
+        for parameter, slots in self.optimizers[path].items():
+            if slot in slots:
+                name = _slot(path, parameter, slot)
+                self.untied([parameter, name], in_place=False)
+                self.put(parameter, self._tensor(name))
+                slots.remove(slot)
+                self.remove([name])
+
+    def give_masters(self, path: str, slot: str) -> None:
+        """Make each parameter of the optimizer at `path` a slot of its own, too. Refuses parameters of less precision
+        than fp32, and those that have the slot."""
+        for parameter, slots in self.optimizers[path].items():
+            name = self.aliases.get(parameter, parameter)
+            if slot in slots or name not in self.stored or self.stored[name].dtype != "float32":
+                raise self.refused(f"{parameter!r} is not stored in float32 or has a master weight already", parameter)
+            self.put(_slot(path, parameter, slot), self._tensor(name))
+            slots.append(slot)
+
+    def spread_value(self, name: str, path: str, slot: str) -> None:
+        """Make the value `name`, if there is one, a slot of each parameter of the optimizer at `path`."""
+        origin = self._origins.pop(name, None)
+        for parameter, slots in self.optimizers[path].items() if origin is not None else ():
+            self._origins[_slot(path, parameter, slot)] = cast("str", origin)
+            slots.append(slot)
 
     # --- tensors -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from holdfast.wording import kind_of
 
 
 class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag=str.lower):
-    """The base of all rules: a value whose ``kind`` is its class's name in lower case."""
+    """The base of all rules: a value whose ``kind`` is its class's name in lower case, with ``_`` between words."""
 
 
 class _OnNames(_Rule, frozen=True):
@@ -176,7 +176,31 @@ class Crop(_OnNames, frozen=True, kw_only=True):
         _check_size(self.size)
 
 
-Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop
+class FromMegatron(_OnNames, frozen=True, tag="from_megatron"):
+    """Make optimizers of Megatron, at the paths that `names` matches, plain optimizers of the same parameters, which
+    torch's optimizers and engines of DeepSpeed load.
+
+    The master weights become the weights. Each parameter gets the count of steps. The parameter groups get numbers, in
+    the order of their names in Megatron, and keep the hyper-parameters that torch's AdamW and SGD have. Loss scalers
+    are left out.
+    """
+
+    names: str = "optimizer"
+
+
+class ToMegatron(_OnNames, frozen=True, tag="to_megatron"):
+    """Give the parameters of plain optimizers, at the paths that `names` matches, the master weights that a job of
+    Megatron in low precision takes: the weights, which must be stored in float32. Its low-precision weights are casts
+    of them, which ``cast="model"`` allows.
+
+    A load into a job of Megatron takes the moments, the count of steps, and the betas and epsilon of the groups, as
+    plain optimizers and engines of DeepSpeed have them. Learning rates and weight decay follow Megatron's scheduler.
+    """
+
+    names: str = "optimizer"
+
+
+Rule = Rename | Drop | Cast | Split | Fuse | Stack | Unstack | Transpose | Pad | Crop | FromMegatron | ToMegatron
 
 
 class _RulesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -148,9 +149,9 @@ class Matcher:
         target = BoundTensor(name, source, local)
         self._fill(target)
         if len(sources) > 1 or name in self._required or source in self._terms.equal:
-            self._match_copies(
-                target, [*sources, *self._required.get(name, ()), *self._terms.equal.get(source, ())][1:]
-            )
+            required = chain.from_iterable(self._required.get(each, ()) for each in sources.values())
+            made_equal = chain.from_iterable(self._terms.equal.get(each, ()) for each in sources)
+            self._match_copies(target, [*sources, *required, *made_equal][1:])
         return source
 
     def _is_stored_alike(self, name: str, layout: TensorLayout) -> bool:
