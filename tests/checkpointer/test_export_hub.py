@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from holdfast import Checkpointer, EverySteps, ExportHub, KeepLast, Memory, exporting
 from holdfast.checkpointer import export_hub
-from holdfast.errors import DeadlineError, HoldfastError, IncompatibleError
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
 from holdfast.exporting import new_folder
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
 from holdfast.format.records import Place
@@ -278,3 +278,34 @@ def test_a_draft_of_another_choice_is_written_anew(run: str, tmp_path: Path) -> 
 def test_an_option_that_is_wrong_by_itself_is_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ExportHub("hf", **options)
+
+
+def test_a_folder_that_cannot_be_renamed_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        ExportHub("memory://hub")
+    assert caught.value.code in ("config.export", "config.scheme")
+
+
+def train_in_memory(run: str, folder: str, node_dir: str, total: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+    fully_shard(model)
+    options: dict[str, Any] = {"memory": Memory(node_dir=Path(node_dir)), "save": EverySteps(2)}
+    hub = ExportHub(folder, every=2)
+    with Checkpointer(run, {"model": model}, listeners=[hub], **options) as checkpointer:
+        for step in checkpointer.steps(total):
+            with torch.no_grad():
+                for item in model.parameters():
+                    item.fill_(step)
+            checkpointer.step(step)
+
+
+@pytest.mark.slow
+def test_exports_go_on_in_a_job_with_another_number_of_ranks(run: str, tmp_path: Path, node_dir: Path) -> None:
+    for world_size, total in ((2, 4), (3, 7)):
+        run_ranks(world_size, train_in_memory, run, str(tmp_path / "hf"), str(node_dir), total)
+        last = ExportSeries(tmp_path / "hf").steps()[-1]
+        assert last == total - 1
+    for step in ExportSeries(tmp_path / "hf").steps():
+        for tensor in load_file(tmp_path / "hf" / f"step-{step:010d}" / "model.safetensors").values():
+            assert torch.equal(tensor, torch.full_like(tensor, step))

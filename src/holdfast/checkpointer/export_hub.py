@@ -40,7 +40,7 @@ from holdfast.reports import ExportReport
 from holdfast.run.leases import ReadLease
 from holdfast.run.paths import selected
 from holdfast.store.base import Location
-from holdfast.store.urls import absolute, open_store
+from holdfast.store.urls import location_of, open_store
 
 #: Longest wait for the lease on a checkpoint. Other listeners hear later events after it.
 _LEASE_S: Final = 5.0
@@ -116,7 +116,7 @@ class ExportHub:
             to, select=select, mapping=mapping, dtype=dtype, shard_nbytes=shard_nbytes, config=config, adapter=adapter
         )
         self._last = last
-        self._series = ExportSeries(Path(absolute(os.fspath(folder))))
+        self._series = ExportSeries(_folder(os.fspath(folder)))
         self._tell: Callable[[Event], None] = _tell_nobody
         #: The work that is due, for the thread; None ends it.
         self._due: SimpleQueue[_Work] = SimpleQueue()
@@ -276,6 +276,18 @@ class ExportHub:
                 _log.warning("the export of step %d, which was interrupted, is left: %s", draft.step, error)
             else:
                 self._try(_Task(run, draft))
+
+
+def _folder(path: str) -> Path:
+    place = location_of(path)
+    if place.folder is None:
+        raise ConfigurationError(
+            f"'{place}' is in no file system, where a folder gets its name when it is whole.",
+            code="config.export",
+            action="Name a folder by its path.",
+            path=place.url,
+        )
+    return place.folder
 
 
 def _number(name: str, value: int | None, reason: str) -> int | None:
