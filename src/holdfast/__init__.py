@@ -29,6 +29,7 @@ from holdfast.errors import (
 if TYPE_CHECKING:
     from holdfast import data, dcp, mapping
     from holdfast.checkpointer import Checkpointer
+    from holdfast.checkpointer.export_hub import ExportHub
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.memory_option import Memory
     from holdfast.checkpointer.restore_report import RestoreReport
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Checkpointer": "holdfast.checkpointer",
+    "ExportHub": "holdfast.checkpointer.export_hub",
     "Memory": "holdfast.checkpointer.memory_option",
     "Handle": "holdfast.checkpointer.handle",
     "RestoreReport": "holdfast.checkpointer.restore_report",
@@ -111,6 +113,7 @@ __all__ = [
     "DeadlineError",
     "EverySteps",
     "EveryTime",
+    "ExportHub",
     "ExportReport",
     "FencedError",
     "FlatRange",

@@ -81,7 +81,7 @@ def test_the_progress_counts_every_byte_of_the_new_folder_once_also_those_that_w
     meters = []
 
     @contextmanager
-    def shown(description: str, *, after_s: float) -> Iterator[Meter]:
+    def shown(description: str, *, shown: bool, after_s: float) -> Iterator[Meter]:
         meters.append(Meter())
         yield meters[-1]
 

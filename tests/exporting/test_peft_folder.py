@@ -37,6 +37,13 @@ TRAINED = ["model/**lora_*", "model/**ia3_*", "model/**modules_to_save*", "model
 KINDS: dict[str, Any] = {
     "lora": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2),
     "dora": lambda: peft.LoraConfig(target_modules=["q_proj"], r=2, use_dora=True),
+    "rank-stabilized lora": lambda: peft.LoraConfig(target_modules=["q_proj", "up_proj"], r=4, use_rslora=True),
+    "rank-stabilized dora": lambda: peft.LoraConfig(
+        target_modules=["q_proj"], r=2, use_dora=True, use_rslora=True, modules_to_save=["lm_head"]
+    ),
+    "ranks of their own": lambda: peft.LoraConfig(
+        target_modules=["q_proj", "down_proj"], r=2, rank_pattern={"down_proj": 3}, alpha_pattern={"q_proj": 16}
+    ),
     "lora with biases of its own": lambda: peft.LoraConfig(target_modules=["q_proj"], r=2, lora_bias=True),
     "a head and an embedding": lambda: peft.LoraConfig(
         target_modules=["embed_tokens", "down_proj"], r=3, modules_to_save=["lm_head", "norm"]
@@ -110,6 +117,92 @@ def test_an_exported_adapter_is_the_folder_that_peft_writes(tmp_path: Path, kind
     loaded = peft.PeftModel.from_pretrained(base(kind), tmp_path / "made")
     wanted = peft.PeftModel.from_pretrained(base(kind), stock)
     assert state_of(loaded) == state_of(wanted)
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=60, n_embd=16, n_layer=2, n_head=2))
+
+
+#: Adapters of other models, and those that change the model.
+OTHERS: dict[str, Any] = {
+    "experts": (
+        mixtral,
+        lambda: peft.LoraConfig(
+            target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=2
+        ),
+    ),
+    "a tied head": (
+        gpt2,
+        lambda: peft.LoraConfig(
+            target_modules=["c_attn"], r=2, use_dora=True, fan_in_fan_out=True, modules_to_save=["wte", "lm_head"]
+        ),
+    ),
+    "repeated layers": (
+        base,
+        lambda: peft.LoraConfig(target_modules=["q_proj"], r=2, layer_replication=[[0, 2], [1, 2]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_adapters_of_other_models_go_out_and_in_as_peft_has_them(tmp_path: Path, kind: str) -> None:
+    model_of, config_of = OTHERS[kind]
+    model = randomized(peft.get_peft_model(model_of(), config_of()), 1)
+    stock = saved_by_peft(model, tmp_path / "stock")
+    holdfast.save(tmp_path / "run", {"model": model}, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "made", "peft", config=stock)
+    assert files_of(tmp_path / "made") == files_of(stock)
+    live = randomized(peft.get_peft_model(model_of(), config_of()), 2)
+    report = holdfast.load(stock, {"model": live}, strict=False)
+    assert (report.unexpected, len(report.loaded)) == ((), len(files_of(stock)))
+    assert files_of(saved_by_peft(live, tmp_path / "again")) == files_of(stock)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: peft.LoHaConfig(target_modules=["q_proj"], r=2),
+        lambda: peft.VeraConfig(target_modules=["q_proj"], r=2),
+        lambda: peft.AdaLoraConfig(target_modules=["q_proj"], init_r=3, total_step=10),
+        lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    ],
+)
+def test_a_method_whose_names_are_not_known_is_refused_out_and_fills_nothing_in(tmp_path: Path, method: Any) -> None:
+    model = peft.get_peft_model(base(), method())
+    stock = saved_by_peft(model, tmp_path / "stock")
+    holdfast.save(tmp_path / "run", {"model": model}, 1)
+    with pytest.raises(ConfigurationError, match="holdfast knows the names of LORA and IA3") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "made", "peft", config=stock)
+    assert caught.value.code == "config.export"
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(holdfast.IncompatibleError):
+        holdfast.load(stock, {"model": peft.get_peft_model(base(), method())}, strict=False)
+
+
+def test_a_training_loop_exports_its_adapter(tmp_path: Path) -> None:
+    model = adapted("rank-stabilized dora", 1)
+    stock = saved_by_peft(model, tmp_path / "stock")
+    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
+    select = ["model/**lora_*", "model/**modules_to_save*", "optimizer"]
+    hub = holdfast.ExportHub(tmp_path / "adapters", every=2, to="peft", config=stock)
+    state = {"model": model, "optimizer": optimizer}
+    with holdfast.Checkpointer(
+        tmp_path / "run", state, memory=None, save=holdfast.EverySteps(2), select=select, listeners=[hub]
+    ) as checkpointer:
+        for step in checkpointer.steps(3):
+            model(input_ids=torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()
+            optimizer.step()
+            checkpointer.step(step)
+    (folder,) = (tmp_path / "adapters").iterdir()
+    assert files_of(folder) == files_of(saved_by_peft(model, tmp_path / "after"))
 
 
 def test_all_biases_beside_a_module_that_is_saved_whole_are_written_and_read_once(tmp_path: Path) -> None:

@@ -8,14 +8,17 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import holdfast
 from holdfast.geometry import Box
-from holdfast.mapping import Fuse, Pad, Rule, from_toml
+from holdfast.mapping import Fuse, Pad, Rule, family, from_toml
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import StoredTensor
+from tests.mapping.test_families import write_folder
+from tests.support.models import start_new_job
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guides" / "mapping.md").read_text()
 BLOCKS: list[str] = re.findall(r"```py\n(.*?)```", GUIDE, re.DOTALL)
@@ -137,3 +140,16 @@ def test_parts_are_selected_and_cast(
         assert state["step"] == step
     exec(casting, {"holdfast": holdfast, "model": model()})
     assert capsys.readouterr().out == "model/head.bias\n"
+
+
+def test_a_folder_of_a_family_is_loaded_and_exported_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = write_folder(tmp_path / "mixtral", "mixtral")
+    monkeypatch.chdir(tmp_path)
+    start_new_job()
+    (block,) = [block for block in BLOCKS if "import family" in block]
+    holdfast.export("mixtral", "live", mapping=family("mixtral").read())
+    live = {name: torch.zeros_like(tensor) for name, tensor in load_file("live/model.safetensors").items()}
+    exec(block, {"holdfast": holdfast, "model": live})
+    found = load_file("hub/model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())

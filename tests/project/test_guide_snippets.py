@@ -265,6 +265,18 @@ def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
     assert [checkpoint.step for checkpoint in holdfast.ls("runs/gpt")] == [9, 5]
 
 
+@pytest.mark.usefixtures("memory_is_given_back")
+def test_a_loop_exports_some_of_its_checkpoints(job: Names, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = snippets("reading")
+    start_new_job()
+    exec(code, job)
+    assert "'step-0000001000'" in capsys.readouterr().out
+    found = holdfast.open("hub/step-0000001000")
+    model = job["model"]
+    assert isinstance(model, nn.Linear)
+    assert torch.equal(found["weight"][...], model.weight.detach().bfloat16())
+
+
 def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) -> None:
     saved, model = nn.Linear(2, 2), job["model"]
     assert isinstance(model, nn.Linear)
@@ -285,6 +297,7 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "loading": 3,
         "policies": 3,
         "publishing": 1,
+        "reading": 1,
         "retention": 1,
     }
     for guide in GUIDES.glob("*.md"):

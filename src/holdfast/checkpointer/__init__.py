@@ -42,7 +42,7 @@ from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
 from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, no_policy, without_memory
-from holdfast.checkpointer.save_log import SaveLog, log_restored
+from holdfast.checkpointer.save_log import SaveLog, log_restored, warn_of_loss
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
 from holdfast.checkpointer.state_advice import advise_on_randomness, warn_of_copies
@@ -404,24 +404,22 @@ class Checkpointer:
             yield
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all saves are durable, except for skipped ones and those that stay in memory. Raises the error of
-        a save that failed. May be called after `close` too. `timeout_s` (default: the constructor's) is the limit for
-        each save."""
+        """Return when all saves are durable, except for skipped ones and those that stay in memory, and exported where
+        an `ExportHub` exports them. Raises the error of a save or export that failed. May be called after `close` too.
+        `timeout_s` (default: the constructor's) is the limit for each save, and for all exports."""
         refuse_nested("Checkpointer.wait")
         if timeout_s is not None:
             check_timeout(timeout_s)
-        self._wait(self._timeout_s if timeout_s is None else timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._wait(limit_s)
+        self._observers.finish(limit_s)
 
     def _wait_before_the_end(self, left_s: float) -> None:
         """Wait until all saves are durable, at most `left_s`, when the machine is gone."""
         try:
             self._wait(left_s)
         except DeadlineError as error:
-            _log.warning(
-                "the machine is taken away, and not all saves are durable: %s The keeper goes on as long as it can; if "
-                "its memory is lost, the next job goes on from an older step.",
-                error.message,
-            )
+            warn_of_loss(error)
 
     def _wait(self, timeout_s: float) -> None:
         for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
@@ -448,6 +446,7 @@ class Checkpointer:
                 self._wait_before_the_end(left_s)
             else:
                 self._wait(self._timeout_s)
+                self._observers.finish(self._timeout_s, is_last=True)
             self._own_resume.end(left_s)
         finally:
             self._forget_signals()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.checkpointer.restore_report import RestoreReport, Tier
 from holdfast.errors import HoldfastError
@@ -218,6 +218,25 @@ class IntervalChosen(_Timed):
     wasted: float
 
 
+@dataclass(frozen=True, slots=True)
+class ExportFinished(_Timed):
+    """`ExportHub` has written the checkpoint of `step` into the folder `path`, which is whole and durable: `nbytes` in
+    ``took_s``."""
+
+    step: int
+    path: str
+    nbytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFailed(_Timed):
+    """`ExportHub` could not write the checkpoint of `step`, or gave it up for a newer one; `error` says why."""
+
+    step: int
+    error: HoldfastError
+
+
 SaveEvent = (
     SaveBegun
     | SaveMemoryReady
@@ -234,7 +253,8 @@ SaveEvent = (
 )
 #: Events that are about no step.
 StepLess = CheckpointerOpened | CheckpointerClosed | RestoreReturned | RestoreFailed | IntervalChosen | EventsDropped
-Event = SaveEvent | StateRestored | StepsTimed | FirstStepEnded | StepLess
+ExportEvent = ExportFinished | ExportFailed
+Event = SaveEvent | ExportEvent | StateRestored | StepsTimed | FirstStepEnded | StepLess
 
 #: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.
 #: After an exception in that thread (Ctrl-C, say) it may be called again with the same event.
@@ -258,3 +278,17 @@ class EventListener(Protocol):
     def hear(self, event: Event, source: EventSource) -> None:
         """Hear an event. A thread of the `Checkpointer` calls this, one event at a time, in their order; training does
         not wait for it. If it raises, the log says so once for each kind of exception, and it hears the next event."""
+
+
+@runtime_checkable
+class WorkingListener(EventListener, Protocol):
+    """A listener that works in a thread of its own on what it hears, and whose work users wait for."""
+
+    def begin(self, tell: Callable[[Event], None]) -> None:
+        """The listener was given to a `Checkpointer`. `tell` brings events of its own to all listeners."""
+
+    def finish(self, timeout_s: float, *, is_last: bool) -> None:
+        """Return when the work on all events that were heard is done; `is_last` says that there will be no others.
+
+        Raises the error of work that failed, unless later work succeeded, and `DeadlineError` after `timeout_s`.
+        """

@@ -21,6 +21,7 @@ from holdfast.checkpointer.events import (
     IntervalChosen,
     RestoreFailed,
     RestoreReturned,
+    WorkingListener,
 )
 from holdfast.checkpointer.option_checks import check_listeners
 from holdfast.checkpointer.relay import Relay
@@ -43,6 +44,9 @@ class Observers:
     ) -> None:
         check_listeners(listeners)
         self._relay = Relay(listeners, lambda: _source(run(), group)) if listeners else None
+        self._working = [each for each in listeners if isinstance(each, WorkingListener)]
+        for each in self._working:
+            each.begin(self.hear)
         self._group = group
         self._times = StepTimes()
         self._ended_s = 0.0
@@ -107,6 +111,15 @@ class Observers:
         """Training has ended, and the `Checkpointer` waits for its saves."""
         self.tell_steps()
         self._ended_s = time.perf_counter()
+
+    def finish(self, timeout_s: float, *, is_last: bool = False) -> None:
+        """Wait for the work of listeners on all events so far, as `WorkingListener.finish` does."""
+        if self._relay is None or not self._working:
+            return
+        end_s = time.monotonic() + timeout_s
+        self._relay.flush(timeout_s)
+        for each in self._working:
+            each.finish(max(end_s - time.monotonic(), 0), is_last=is_last)
 
     def close(self, *, is_early: bool) -> None:
         """The `Checkpointer` is closed; `is_early`: training ended before its time. Wait until the listeners have heard

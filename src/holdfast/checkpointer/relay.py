@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Final
 
 from holdfast.checkpointer.events import Event, EventListener, EventsDropped, EventSource
+from holdfast.latch import Latch
 
 #: Most events that wait for slow listeners. Later ones are dropped.
 _MOST: Final = 4096
@@ -27,7 +28,7 @@ class Relay:
         self._listeners = tuple(listeners)
         self._find_source = source
         #: A queue whose `put` is one call into C, so that no exception in the middle of it can leave a lock taken.
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
+        self._events: SimpleQueue[Event | Latch | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._num_dropped = 0
         self._told = set[tuple[int, type[BaseException]]]()
@@ -48,6 +49,13 @@ class Relay:
         else:
             self._num_dropped += 1
 
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the listeners have heard all events so far, for `timeout_s` at most."""
+        if self._thread is not None and self._thread.is_alive():
+            heard = Latch()
+            self._events.put(heard)
+            heard.wait(timeout_s)
+
     def close(self, patience_s: float) -> None:
         """Wait until the listeners have heard all events, for `patience_s` at most."""
         if self._thread is None:
@@ -59,6 +67,9 @@ class Relay:
 
     def _run(self, source: EventSource) -> None:
         while (event := self._events.get()) is not None:
+            if isinstance(event, Latch):
+                event.set()
+                continue
             self._tell(event, source)
             if self._events.empty():
                 self._tell_dropped(source)

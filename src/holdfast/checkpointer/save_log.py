@@ -14,6 +14,7 @@ from holdfast.checkpointer.events import (
     StateRestored,
 )
 from holdfast.checkpointer.handle import Handle
+from holdfast.errors import HoldfastError
 from holdfast.phases import LOG
 from holdfast.run.resumes import WARNED_FROM
 
@@ -81,3 +82,12 @@ def log_restored(event: StateRestored) -> None:
             report.place,
             event.run,
         )
+
+
+def warn_of_loss(error: HoldfastError) -> None:
+    """Warn that saves are not durable before the machine is taken away; `error` says which."""
+    _log.warning(
+        "the machine is taken away, and not all saves are durable: %s The keeper goes on as long as it can; if its "
+        "memory is lost, the next job goes on from an older step.",
+        error.message,
+    )

@@ -7,39 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from threading import Lock
-from typing import Final
 
-from holdfast.checkpoint.stored_state import StoredState
-from holdfast.errors import ConfigurationError
-from holdfast.exporting.chosen_tensors import ChosenContent, choose
-from holdfast.exporting.element_source import check_equal
-from holdfast.exporting.hugging_face_folder import hugging_face_folder
-from holdfast.exporting.new_folder import NewFolder, write_folder
-from holdfast.exporting.peft_folder import peft_folder
-from holdfast.format.patterns import Globs
-from holdfast.interop.formats import find_state
+from holdfast.exporting.new_folder import write_folder
+from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
 from holdfast.interop.megatron_iterations import iteration_name, write_tracker
-from holdfast.mapping import Cast, Rule
-from holdfast.mapping.parts import is_floating
-from holdfast.mapping.rules import checked_rules
-from holdfast.options import checked_number
+from holdfast.mapping import Rule
 from holdfast.phases import LOG
 from holdfast.progress import PATIENCE_S, progress
 from holdfast.reports import ExportReport
-from holdfast.run.leases import leased
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
 
 __all__ = ["export"]
-
-#: Most bytes of tensors in one new file, as Hugging Face has it.
-SHARD_NBYTES: Final = 5_000_000_000
-_FORMATS: Final = ("hf", "peft", "dcp", "megatron", "deepspeed-universal")
-#: Those that have optimizers and values, too; they need torch's own classes.
-_WITH_VALUES: Final = ("dcp", "megatron", "deepspeed-universal")
 
 
 def export(
@@ -85,125 +66,43 @@ def export(
         CorruptError: stored bytes are damaged.
         StorageError: the disk is full, or a store failed.
     """
-    _check_format(to, config, adapter)
-    rules = _rules(mapping, dtype)
-    globs = None if select is None else Globs(select)
-    least = "files without room for tensors are none"
-    limit = checked_number("shard_nbytes", shard_nbytes, least=1, reason=least)
-    found, began = find_state(parse(path)), time.monotonic()
-    lease = None if found.located is None else leased(found.located)
-    try:
-        state = found.state
-        choice = choose(state, select=globs, rules=rules, model_only=to not in _WITH_VALUES, is_mapped=bool(mapping))
-        _find_places(state, choice)
-        check_equal(state, choice.equal)
-        folder = _folder(choice, to, state, limit, config, dtype=dtype, adapter=adapter)
-        return _written(state, folder, os.fspath(dst), to, len(choice.values), began)
-    finally:
-        if lease is not None:
-            lease.end()
+    settings = export_settings(
+        to, select=select, mapping=mapping, dtype=dtype, shard_nbytes=shard_nbytes, config=config, adapter=adapter
+    )
+    began = time.monotonic()
+    with planned(parse(path), settings) as plan:
+        report = write_export(plan, os.fspath(dst), to, began_s=began, shown=True)
+    LOG.info("exported %s, to %s", report.summary, report.path)
+    return report
 
 
-def _find_places(state: StoredState, choice: ChosenContent) -> None:
-    """Find the stored parts of all that was chosen; what was left out may be unreadable."""
-    parts = (part for one in choice.tensors for part in one.tensor.parts)
-    state.find_places({state.numbers[part.source] for part in parts if part.source is not None})
-
-
-def _check_format(to: str, config: object, adapter: object) -> None:
-    if to not in _FORMATS:
-        raise ConfigurationError(
-            f"{to!r} is no format that holdfast writes.",
-            code="config.export",
-            action=f"Choose one of {', '.join(_FORMATS)}.",
-        )
-    if to in _WITH_VALUES and config is not None:
-        raise ConfigurationError(
-            f"a folder of {to} has no configuration of a model.",
-            code="config.export",
-            action="Leave out config (--config), or export to hf.",
-        )
-    if to == "peft" and config is None:
-        raise ConfigurationError(
-            "an adapter needs its configuration.",
-            code="config.export",
-            action="Name a folder that has adapter_config.json: config (--config).",
-        )
-    if to != "peft" and adapter is not None:
-        raise ConfigurationError(
-            f"a folder of {to} is not that of an adapter.",
-            code="config.export",
-            action="Leave out adapter (--adapter), or export to peft.",
-        )
-
-
-def _rules(mapping: Sequence[Rule] | None, dtype: str | None) -> tuple[Rule, ...]:
-    """The rules to apply. The cast to `dtype` comes first, so that casts of the mapping are exceptions from it."""
-    rules = checked_rules(() if mapping is None else mapping)
-    if dtype is None:
-        return rules
-    cast = Cast("**", dtype)
-    if not is_floating(dtype):
-        raise ValueError(f"dtype must be a floating dtype, such as 'bfloat16', not {dtype!r}")
-    return (cast, *rules)
-
-
-def _folder(
-    choice: ChosenContent,
-    to: str,
-    state: StoredState,
-    shard_nbytes: int,
-    config: str | os.PathLike[str] | None,
-    *,
-    dtype: str | None,
-    adapter: str | None,
-) -> NewFolder:
-    identity = state.record.identity
-    if to == "megatron":
-        from holdfast.exporting.megatron_folder import megatron_folder  # as below
-
-        return megatron_folder(choice, state, shard_nbytes=shard_nbytes)
-    if to == "deepspeed-universal":
-        from holdfast.exporting.universal_folder import universal_folder  # as the next one, it imports torch
-
-        return universal_folder(choice, state)
-    if to == "dcp":
-        from holdfast.exporting.dcp_folder import dcp_folder
-
-        return dcp_folder(choice, identity=identity, shard_nbytes=shard_nbytes)
-    source = None if config is None else Path(config)
-    if to == "peft":
-        assert source is not None
-        return peft_folder(choice, identity=identity, config=source, adapter=adapter)
-    return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
-
-
-def _written(state: StoredState, folder: NewFolder, dst: str, to: str, num_values: int, began: float) -> ExportReport:
+def write_export(plan: PlannedExport, dst: str, to: str, *, began_s: float, shown: bool = False) -> ExportReport:
+    """Write a planned export into the folder `dst`. A bar shows its progress at a terminal if `shown`."""
+    state, folder = plan.state, plan.folder
     name = iteration_name(state.record.step) if to == "megatron" else ""
     storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
-    with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
+    total = sum(file.data_nbytes for file in folder.files)
+    with _counting(f"exporting to {storage.location}", total, shown=shown) as advance:
         finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
         written = write_folder(storage, folder, state, advance=advance, finish=finish)
-    report = ExportReport(
+    return ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),
         path=storage.location.url,
         to=to,
         num_tensors=folder.num_tensors,
-        num_values=num_values,
+        num_values=plan.num_values,
         files=tuple(file.name for file in folder.files),
         kept=written.kept,
         written_nbytes=written.nbytes,
         read_nbytes=written.bytes_read,
         verified=state.has_digests,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - began_s,
     )
-    LOG.info("exported %s, to %s", report.summary, report.path)
-    return report
 
 
 @contextmanager
-def _counting(description: str, total: int) -> Iterator[Callable[[int], None]]:
+def _counting(description: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar at a terminal while the block runs. Gives a function that advances it by bytes, from any thread."""
     done, lock = 0, Lock()
 
@@ -212,6 +111,6 @@ def _counting(description: str, total: int) -> Iterator[Callable[[int], None]]:
         with lock:
             done += nbytes
 
-    with progress(description, after_s=PATIENCE_S) as meter:
+    with progress(description, shown=shown, after_s=PATIENCE_S) as meter:
         meter.follow(total, lambda: done)
         yield advance

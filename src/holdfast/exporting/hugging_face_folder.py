@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from holdfast.decoding import decode_json
 from holdfast.errors import ConfigurationError
 from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit, without_common_container
 from holdfast.exporting.chosen_values import plain_key
@@ -18,6 +21,7 @@ from holdfast.format.container import ALIGNMENT
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import split
 from holdfast.geometry import Shape, whole
+from holdfast.mapping.families import Family, FamilyConfig, is_family
 
 _F4: Final = "F4"
 #: The codes of safetensors, also of dtypes that our own files store as bytes.
@@ -65,6 +69,8 @@ def hugging_face_folder(
     homes = [_SINGLE] if total < 2 else [f"model-{at:05d}-of-{total:05d}.safetensors" for at in range(1, total + 1)]
     files = [safetensors_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
     copied = {} if config is None else _configuration(config, dtype)
+    if config is not None:
+        _check_family(config, copied[_CONFIG], set(names.values()))
     last = {} if total < 2 else {_INDEX: _index(homes, shards, names)}
     return NewFolder(identity, copied, files, last, len(choice.tensors))
 
@@ -153,6 +159,20 @@ def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names
     total = sum(tensor.nbytes for shard in shards for tensor in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(pairs))}
     return (json.dumps(index, indent=2) + "\n").encode("ascii")
+
+
+def _check_family(folder: Path, config: bytes, names: Collection[str]) -> None:
+    """Refuse to write a model without some of its layers' tensors, because `from_pretrained` makes up others for them.
+    Rules for another family leave such names. Only families whose names are known are checked."""
+    try:
+        known = decode_json(config, FamilyConfig)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return  # a configuration of something else
+    lacking = Family(known).lacks(names) if is_family(known.model_type) else None
+    if lacking is not None:
+        action = f"Check select and mapping: holdfast.mapping.family({known.model_type!r}).write() has the rules."
+        text = f"would be missing from the folder, and {folder / _CONFIG} describes a model of {known.model_type}"
+        raise unfit(lacking, text, action)
 
 
 def _configuration(folder: Path, dtype: str | None) -> dict[str, bytes]:

@@ -18,6 +18,7 @@ A load refuses a rule that matches nothing, makes a name that exists already, or
 (`IncompatibleError`, code ``incompatible.mapping``). Making a rule that is wrong by itself raises `ValueError`.
 """
 
+from holdfast.mapping.families import Family, family
 from holdfast.mapping.rules import (
     Cast,
     Crop,
@@ -39,6 +40,7 @@ __all__ = [
     "Cast",
     "Crop",
     "Drop",
+    "Family",
     "FromMegatron",
     "Fuse",
     "Pad",
@@ -49,5 +51,6 @@ __all__ = [
     "ToMegatron",
     "Transpose",
     "Unstack",
+    "family",
     "from_toml",
 ]

@@ -10,6 +10,8 @@ from holdfast.checkpointer.events import (
     Event,
     EventsDropped,
     EventSource,
+    ExportFailed,
+    ExportFinished,
     IntervalChosen,
     RestoreFailed,
     RestoreReturned,
@@ -98,7 +100,7 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
             return {"age": event.age_s}
         case CheckpointerClosed():
             return {"waited": event.waited_s}
-        case RestoreReturned() | RestoreFailed():
+        case RestoreReturned() | RestoreFailed() | ExportFinished():
             return {"took": event.took_s}
         case IntervalChosen():
             return {"interval": min(event.interval_s, LONGEST_S), "mttf": min(event.mttf_s, LONGEST_S)}
@@ -110,7 +112,7 @@ def _numbers(event: Event) -> dict[str, int]:
     match event:
         case SaveBegun(memory_only=True):
             return {"memory_only": 1}
-        case SaveStaged() | SaveCommitted() | SaveHeld():
+        case SaveStaged() | SaveCommitted() | SaveHeld() | ExportFinished():
             return {"nbytes": event.nbytes}
         case StepsTimed():
             return {"quiet": event.num_quiet, "saving": event.num_saving}
@@ -131,7 +133,7 @@ def _trouble(event: Event) -> tuple[str, str]:
     match event:
         case SaveDelayed():
             return "", event.trouble
-        case SaveSkipped() | SaveUnwatched() | SaveFailed():
+        case SaveSkipped() | SaveUnwatched() | SaveFailed() | ExportFailed():
             return event.error.code, event.error.message
         case RestoreFailed(error=HoldfastError() as error):
             return error.code, error.message

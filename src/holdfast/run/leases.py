@@ -22,6 +22,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format import records
 from holdfast.format.hold_records import LEASES_WANTED_KEY, LeasesWanted
 from holdfast.format.records import Place
+from holdfast.latch import Latch
 from holdfast.run.history import Located
 from holdfast.run.holds import create_lease
 from holdfast.store.base import Store
@@ -36,16 +37,24 @@ _PATIENCE_S: Final = 1.0
 
 
 class ReadLease:
-    """The lease of a reader on the checkpoint at `place`, until `end`. A thread makes, renews and deletes it.
+    """The lease of a reader on the checkpoint at `place`, until `end`. A thread makes, renews and deletes it, but makes
+    none if the read ends within `after_s`.
 
     Neither the constructor nor `end` waits for the store, or raises its errors: a reader goes on without a lease.
     """
 
-    def __init__(self, storage: Store, place: Place) -> None:
+    def __init__(self, storage: Store, place: Place, *, after_s: float = _FIRST_S) -> None:
         self._ended: SimpleQueue[None] = SimpleQueue()
-        self._thread = Thread(target=_keep, args=(storage, place, self._ended), name="holdfast-lease", daemon=True)
+        self._made = Latch()
+        work = (storage, place, self._ended, self._made, after_s)
+        self._thread = Thread(target=_keep, args=work, name="holdfast-lease", daemon=True)
         with suppress(RuntimeError):  # the interpreter ends, or the machine has no room for a thread
             self._thread.start()
+
+    def await_record(self, timeout_s: float) -> None:
+        """Wait until the lease exists, or cannot be made, for `timeout_s` at most."""
+        if self._thread.is_alive():
+            self._made.wait(timeout_s)
 
     def end(self) -> None:
         """Have the lease deleted. May be called again, by any thread."""
@@ -87,23 +96,25 @@ def await_ended_reads() -> None:
     _join([thread for thread in [*_ENDING] if thread.is_alive()])
 
 
-def _keep(storage: Store, place: Place, ended: SimpleQueue[None]) -> None:
+def _keep(storage: Store, place: Place, ended: SimpleQueue[None], made: Latch, after_s: float) -> None:
     _LIVING[current_thread()] = ended
     key = ""
     try:
-        if _has_ended(ended, _FIRST_S):
+        if _has_ended(ended, after_s):
             return
         while True:
             renewed = create_lease(storage, place, lasting_s=LEASE_S)
             if key:
                 storage.delete(key)
             key = renewed
+            made.set()
             if _has_ended(ended, LEASE_S / 2):
                 storage.delete(key)
                 return
     except HoldfastError:
         return  # the reader may not write into the run, or the store is in trouble: the lease ends by itself
     finally:
+        made.set()
         del _LIVING[current_thread()]
         _ENDING.discard(current_thread())
 

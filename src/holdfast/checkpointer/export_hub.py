@@ -1,0 +1,317 @@
+"""`ExportHub`: a listener that also writes some checkpoints of a training loop as other systems read them.
+
+The first rank exports each chosen checkpoint once it is committed, from its files, in a thread of its own: neither a
+save nor a step waits. What an interrupted export left is finished by the next job. Trouble never reaches training: the
+log tells it, and the calls that wait for the work raise it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from holdfast.checkpointer.events import (
+    Event,
+    EventSource,
+    ExportFailed,
+    ExportFinished,
+    SaveBegun,
+    SaveCommitted,
+    SavePlaced,
+    StateRestored,
+)
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, NotFoundError, StorageError
+from holdfast.exporting import write_export
+from holdfast.exporting.export_series import ExportDraft, ExportSeries
+from holdfast.exporting.planned_export import SHARD_NBYTES, export_settings, planned
+from holdfast.format.records import Place
+from holdfast.latch import Latch
+from holdfast.mapping import Rule
+from holdfast.options import check_flag, checked_number
+from holdfast.phases import LOG
+from holdfast.reports import ExportReport
+from holdfast.run.leases import ReadLease
+from holdfast.run.paths import selected
+from holdfast.store.base import Location
+from holdfast.store.urls import location_of, open_store
+
+#: Longest wait for the lease on a checkpoint. Other listeners hear later events after it.
+_LEASE_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Task(NamedTuple):
+    """A checkpoint to export. A `lease` keeps it from being deleted while it waits. With `is_check`, the export is only
+    planned, so that wrong options are found at the first commit."""
+
+    run: Location
+    draft: ExportDraft
+    lease: ReadLease | None = None
+    is_check: bool = False
+
+
+class _Sweep(NamedTuple):
+    """Interrupted exports of earlier jobs, to be finished."""
+
+    run: Location
+
+
+_Work: TypeAlias = _Task | _Sweep | Latch | None
+
+
+class ExportHub:
+    """A listener of a `Checkpointer` that also writes checkpoints into folders that `from_pretrained` reads, or, with
+    ``to="peft"``, into those of an adapter: ``<folder>/step-0000000700``.
+
+    Does not block training: after a commit, a thread of the first rank reads the checkpoint's files, as
+    `holdfast.export` does with the same options. With `every`, it exports the first checkpoint at or after each
+    multiple of so many steps; with `last`, also the newest one when the `Checkpointer` is closed in an orderly way. If
+    exports take longer than the steps between them, the newest one that waits is next, and older ones are given up with
+    an error in the log.
+
+    A folder appears under its name when it is whole and durable, in the place of an older export of the step. If the
+    job dies before, the next job on the run finishes it, or removes it where its checkpoint is gone. With `keep`, only
+    so many exports stay, those that were finished last. Give each run a folder of its own. It is a path, and no URL.
+
+    Wrong options are found at the first commit, before anything is written. A failed export is logged, and
+    `Checkpointer.wait` and `close`, which wait for exports, raise its error unless a later one succeeded. A preemption
+    or an exception waits for none.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        last: bool = True,
+        keep: int | None = None,
+        to: Literal["hf", "peft"] = "hf",
+        select: str | Sequence[str] | None = None,
+        mapping: Sequence[Rule] | None = None,
+        dtype: str | None = None,
+        shard_nbytes: int = SHARD_NBYTES,
+        config: str | os.PathLike[str] | None = None,
+        adapter: str | None = None,
+    ) -> None:
+        check_flag("last", last)
+        if every is None and not last:
+            raise ValueError("nothing would be exported: give every, or last=True")
+        self._every = (
+            None
+            if every is None
+            else checked_number("every", every, least=1, reason="an interval has at least one step")
+        )
+        self._keep = None if keep is None else checked_number("keep", keep, least=1, reason="the newest export stays")
+        if to not in ("hf", "peft"):
+            raise ValueError(f"to is 'hf' or 'peft', not {to!r}: holdfast.export writes other formats")
+        self._settings = export_settings(
+            to, select=select, mapping=mapping, dtype=dtype, shard_nbytes=shard_nbytes, config=config, adapter=adapter
+        )
+        self._last = last
+        self._series = ExportSeries(_folder(os.fspath(folder)))
+        self._tell: Callable[[Event], None] = _tell_nobody
+        #: The work that is due, for the thread; None ends it.
+        self._due: SimpleQueue[_Work] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._is_first_rank = self._is_checked = False
+        self._places: dict[int, Place] = {}
+        #: The newest commit, as the task of its export; None before the first one and once it is due.
+        self._newest: _Task | None = None
+        #: The newest step that was due.
+        self._done = 0
+        #: The error of the newest export; None if it succeeded.
+        self.error: HoldfastError | None = None
+
+    def begin(self, tell: Callable[[Event], None]) -> None:
+        """As `WorkingListener.begin`."""
+        self._tell = tell
+
+    def hear(self, event: Event, source: EventSource) -> None:
+        """As `EventListener.hear`."""
+        match event:
+            case StateRestored():
+                step = event.report.step or 0
+                self._done = max((each for each in self._series.steps() if each <= step), default=0)
+                self._start(event.is_first_rank, event.run)
+            case SaveBegun() if not event.memory_only:
+                self._start(event.is_first_rank, Location(source.run))
+            case SavePlaced():
+                self._places[event.step] = event.place
+            case SaveCommitted() if self._is_first_rank and event.step in self._places:
+                self._committed(Location(source.run), ExportDraft(event.step, self._places.pop(event.step)))
+
+    def finish(self, timeout_s: float, *, is_last: bool) -> None:
+        """As `WorkingListener.finish`. Raises `DeadlineError`, code ``timeout.export``, too."""
+        if is_last and self._last and self._newest is not None:
+            self._put(self._newest)
+            self._newest = None
+        if self._thread is None:
+            return
+        done = Latch()
+        self._put(done)
+        if is_last:
+            self._due.put(None)
+            self._thread, self._due = None, SimpleQueue()  # for another Checkpointer
+        if not done.wait(timeout_s):
+            raise DeadlineError(
+                f"The export into '{self._series.folder}' was not finished within {timeout_s:.0f} s.",
+                code="timeout.export",
+                action="Wait longer (timeout_s). What is written stays, and the next job on the run finishes it.",
+                path=str(self._series.folder),
+            )
+        if self.error is not None:
+            raise self.error
+
+    def __repr__(self) -> str:
+        return f"<ExportHub into '{self._series.folder}'>"
+
+    def _start(self, is_first_rank: bool, run: Location) -> None:
+        if is_first_rank and not self._is_first_rank:
+            self._is_first_rank = True
+            if self._series.drafts():
+                self._put(_Sweep(run))
+
+    def _committed(self, run: Location, draft: ExportDraft) -> None:
+        self._places = {step: place for step, place in self._places.items() if step > draft.step}
+        if not self._is_checked:
+            self._is_checked = True
+            self._put(_Task(run, draft, is_check=True))
+        if self._every is None or draft.step // self._every <= self._done // self._every:
+            self._newest = _Task(run, draft)
+            return
+        self._done, self._newest = draft.step, None
+        lease = ReadLease(open_store(run), draft.place, after_s=0)
+        lease.await_record(_LEASE_S)
+        self._put(_Task(run, draft, lease))
+
+    def _put(self, work: _Work) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, args=(self._due,), name="holdfast-export", daemon=True)
+            self._thread.start()
+        self._due.put(work)
+
+    def _run(self, due: SimpleQueue[_Work]) -> None:
+        """The thread: does what is due, in its order, but gives up exports that newer ones have overtaken."""
+        while True:
+            batch = [due.get()]
+            while not due.empty():
+                batch.append(due.get())
+            exports = [each for each in batch if isinstance(each, _Task) and not each.is_check]
+            for each in batch:
+                match each:
+                    case None:
+                        return
+                    case Latch():
+                        each.set()
+                    case _Sweep():
+                        self._sweep(each.run)
+                    case _Task() if each in exports[:-1]:
+                        self._end(each, _overtaken(each.draft.step, exports[-1].draft.step))
+                    case _Task():
+                        self._try(each)
+
+    def _try(self, task: _Task) -> None:
+        try:
+            if task.is_check:
+                with planned(selected(task.run, str(task.draft.place)), self._settings):
+                    return
+            report = self._export(task)
+        except HoldfastError as error:
+            if not (task.is_check and isinstance(error, NotFoundError)):  # deleted meanwhile; nothing was asked for
+                self._end(task, error)
+        except Exception as error:  # noqa: BLE001 - a defect of ours must not end training
+            _log.exception("step %d could not be exported", task.draft.step)
+            self._end(task, _unexpected(task.draft.step, error))
+        else:
+            LOG.info("exported %s, to %s", report.summary, report.path)
+            self.error = None
+            self._end(task, None)
+            self._tell(ExportFinished(report.step, report.path, report.written_nbytes, report.seconds))
+
+    def _end(self, task: _Task, error: HoldfastError | None) -> None:
+        if task.lease is not None:
+            task.lease.end()
+        if error is not None:
+            self.error = error
+            _log.error("step %d is not exported: %s", task.draft.step, error)
+            self._tell(ExportFailed(task.draft.step, error))
+
+    def _export(self, task: _Task) -> ExportReport:
+        began_s, series, draft = time.monotonic(), self._series, task.draft
+        series.clean()
+        path = str(series.folder / draft.name)
+        with planned(selected(task.run, str(draft.place)), self._settings) as plan:
+            try:
+                report = write_export(plan, path, self._settings.to, began_s=began_s)
+            except ConfigurationError as error:  # a job with other options had begun it
+                if error.code != "config.destination":
+                    raise
+                series.discard(draft)
+                report = write_export(plan, path, self._settings.to, began_s=began_s)
+        series.publish(draft)
+        if self._keep is not None:
+            series.keep_newest(self._keep)
+        return replace(report, path=str(series.path(draft.step)))
+
+    def _sweep(self, run: Location) -> None:
+        """Finish what earlier jobs have left; remove what cannot be finished, because its checkpoint is gone."""
+        for draft in self._series.drafts():
+            try:
+                if self._series.is_whole(draft):
+                    self._series.publish(draft)
+                    continue
+                with planned(selected(run, str(draft.place)), self._settings):
+                    pass
+            except NotFoundError:
+                self._series.discard(draft)
+            except HoldfastError as error:
+                _log.warning("the export of step %d, which was interrupted, is left: %s", draft.step, error)
+            else:
+                self._try(_Task(run, draft))
+
+
+def _folder(path: str) -> Path:
+    place = location_of(path)
+    if place.folder is None:
+        raise ConfigurationError(
+            f"'{place}' is in no file system, where a folder gets its name when it is whole.",
+            code="config.export",
+            action="Name a folder by its path.",
+            path=place.url,
+        )
+    return place.folder
+
+
+def _number(name: str, value: int | None, reason: str) -> int | None:
+    return None if value is None else checked_number(name, value, least=1, reason=reason)
+
+
+def _tell_nobody(event: Event) -> None:
+    """Listeners that no `Checkpointer` has tell nobody."""
+
+
+def _overtaken(step: int, newer: int) -> StorageError:
+    return StorageError(
+        f"step {step} was given up: the export of step {newer} was due before that of step {step} began.",
+        code="storage.slow",
+        action="Export less often. `holdfast export` writes it while its checkpoint exists.",
+        step=step,
+        retryable=True,
+    )
+
+
+def _unexpected(step: int, error: Exception) -> StorageError:
+    return StorageError(
+        f"step {step} could not be exported: {error!r}.",
+        code="storage.export",
+        action="Read the traceback in the log. The next export tries again.",
+        step=step,
+    )

@@ -1,0 +1,122 @@
+"""A folder of exports, one folder for each step: ``step-0000000700``. Each gets its name when it is whole and durable.
+
+An export is written into a draft beside it, a hidden folder whose name says which checkpoint it is of, and renamed.
+The record of `new_folder` leaves a draft last, so a draft without it is whole. A folder that is removed is renamed
+first, so that nobody takes what is left of it for a whole one. Only folders with these names are ever touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.format.records import Place
+from holdfast.store.posix_errors import reported
+
+_WHOLE: Final = re.compile(r"step-(?P<step>[0-9]{10,})")
+_DRAFT: Final = re.compile(r"\.step-(?P<step>[0-9]{10,})@(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+)\.draft")
+_REMOVED: Final = re.compile(r"\.step-[0-9]{10,}\.removed")
+
+
+class ExportDraft(NamedTuple):
+    """An export that is not known to be whole: its step, and the place of its checkpoint."""
+
+    step: int
+    place: Place
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f".{_name(self.step)}@{self.place}.draft"
+
+
+class ExportSeries:
+    """The exports in `folder`, which is made with the first one. One process at a time writes them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """The folder of the export of `step`, once it is whole."""
+        return self.folder / _name(step)
+
+    def steps(self) -> list[int]:
+        """The steps of the whole exports, sorted."""
+        return sorted(int(found["step"]) for found in map(_WHOLE.fullmatch, self._names()) if found is not None)
+
+    def drafts(self) -> list[ExportDraft]:
+        """The drafts that interrupted exports left, sorted."""
+        found = [match for match in map(_DRAFT.fullmatch, self._names()) if match is not None]
+        return sorted(ExportDraft(int(one["step"]), Place(int(one["epoch"]), int(one["seq"]))) for one in found)
+
+    def is_whole(self, draft: ExportDraft) -> bool:
+        """Whether all of `draft` is written, so that only its name is missing."""
+        path = self.folder / draft.name
+        with reported("look at", str(path)):
+            names = [each.name for each in path.iterdir()]
+        return RECORD_NAME not in names and any(name.endswith(".safetensors") for name in names)
+
+    def publish(self, draft: ExportDraft) -> None:
+        """Give a whole draft its name. An older export of the step, as of a history that was rolled back, goes."""
+        final, path = self.path(draft.step), self.folder / draft.name
+        self._remove(final)
+        with reported("rename", str(path)):
+            path.rename(final)
+        self._fsync()
+
+    def discard(self, draft: ExportDraft) -> None:
+        """Remove a draft."""
+        with reported("remove", str(self.folder / draft.name)):
+            shutil.rmtree(self.folder / draft.name)
+
+    def keep_newest(self, number: int) -> list[int]:
+        """Remove all whole exports but the `number` that were finished last. Returns the steps of those that went."""
+        with reported("look at", str(self.folder)):
+            finished = {step: self.path(step).stat().st_mtime_ns for step in self.steps()}
+        gone = sorted(finished, key=lambda step: (finished[step], step))[:-number]
+        for step in gone:
+            self._remove(self.path(step))
+        return sorted(gone)
+
+    def clean(self) -> None:
+        """Finish interrupted removals."""
+        for name in filter(_REMOVED.fullmatch, self._names()):
+            with reported("remove", str(self.folder / name)):
+                shutil.rmtree(self.folder / name)
+
+    def _remove(self, path: Path) -> None:
+        if not path.exists():
+            return
+        hidden = path.with_name(f".{path.name}.removed")
+        with reported("remove", str(path)):
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            path.rename(hidden)
+            self._fsync()
+            shutil.rmtree(hidden)
+
+    def _fsync(self) -> None:
+        with reported("make durable", str(self.folder)):
+            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # some network file systems have no fsync for folders
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def _names(self) -> list[str]:
+        if not self.folder.exists():
+            return []
+        with reported("list", str(self.folder)):
+            return [each.name for each in self.folder.iterdir()]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:010d}"

@@ -1,0 +1,158 @@
+"""Families of models: each form's rules lead to the names of folders and back, bit for bit, without transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import holdfast
+from holdfast.mapping import family
+
+HIDDEN, LAYERS, EXPERTS = 8, 3, 4
+CONFIG: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
+QKVO = [f"self_attn.{each}_proj.weight" for each in "qkvo"]
+NORMS = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+#: The names of a layer in a folder, each with its shape where that is no square.
+NAMES: dict[str, list[str]] = {
+    "llama": [*QKVO, *NORMS, *(f"mlp.{each}_proj.weight" for each in ("gate", "up", "down"))],
+    "mixtral": [
+        *(*QKVO, *NORMS, "block_sparse_moe.gate.weight"),
+        *(f"block_sparse_moe.experts.{e}.{w}.weight" for e in range(EXPERTS) for w in ("w1", "w2", "w3")),
+    ],
+    "qwen3_moe": [
+        *(*QKVO, *NORMS, "mlp.gate.weight"),
+        *(f"mlp.experts.{e}.{w}_proj.weight" for e in range(EXPERTS) for w in ("gate", "up", "down")),
+    ],
+    "gpt2": [
+        f"{each}.{leaf}"
+        for each in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+        for leaf in ("weight", "bias")
+    ],
+    "gpt_neox": [
+        f"{each}.{leaf}"
+        for each in (
+            *("attention.query_key_value", "attention.dense", "input_layernorm", "post_attention_layernorm"),
+            *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        )
+        for leaf in ("weight", "bias")
+    ],
+    "phi3": [
+        *("self_attn.qkv_proj.weight", "self_attn.o_proj.weight"),
+        *("mlp.gate_up_proj.weight", "mlp.down_proj.weight", *NORMS),
+    ],
+}
+ABOVE = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers"}
+SHAPES = {
+    "attn.c_attn.weight": (HIDDEN, 3 * HIDDEN),
+    "attn.c_attn.bias": (3 * HIDDEN,),
+    "attention.query_key_value.weight": (3 * HIDDEN, HIDDEN),
+    "attention.query_key_value.bias": (3 * HIDDEN,),
+    "self_attn.qkv_proj.weight": (2 * HIDDEN, HIDDEN),
+    "mlp.gate_up_proj.weight": (2 * HIDDEN, HIDDEN),
+}
+
+
+def config_of(name: str) -> dict[str, object]:
+    return {
+        **CONFIG,
+        "model_type": name,
+        **({"num_experts": EXPERTS} if name != "mixtral" else {}),
+        **({"num_local_experts": EXPERTS} if name == "mixtral" else {}),
+    }
+
+
+def write_folder(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """A folder of a tiny model of the family, with its configuration."""
+    make = torch.Generator().manual_seed(1)
+    heads = {"embed_out.weight" if name == "gpt_neox" else "lm_head.weight": (HIDDEN, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {**heads}
+    for at in range(LAYERS):
+        for leaf in NAMES[name]:
+            is_flat = leaf.endswith("bias") or "norm" in leaf or "ln_" in leaf
+            shapes[f"{ABOVE.get(name, 'model.layers')}.{at}.{leaf}"] = SHAPES.get(
+                leaf, (HIDDEN,) if is_flat else (HIDDEN, HIDDEN)
+            )
+    tensors = {key: torch.randn(shape, generator=make) for key, shape in shapes.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(name)))
+    return tensors
+
+
+@pytest.mark.parametrize("form", ["transformers", "separate"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rules_of_a_form_lead_from_a_folder_and_back(
+    tmp_path: Path, name: str, form: Literal["transformers", "separate"]
+) -> None:
+    wanted, known = write_folder(tmp_path / "old", name), family(config_of(name))
+    holdfast.export(tmp_path / "old", tmp_path / "live", mapping=known.read(form))
+    live = load_file(tmp_path / "live" / "model.safetensors")
+    assert (live.keys() == wanted.keys()) == (known.read(form, under="") == [])
+    holdfast.save(tmp_path / "run", {"model": live}, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "new", mapping=known.write(form), config=tmp_path / "old")
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_the_parts_of_fused_tensors_are_those_of_the_family(tmp_path: Path) -> None:
+    stored = write_folder(tmp_path / "neox", "gpt_neox")["gpt_neox.layers.1.attention.query_key_value.weight"]
+    rules = family(config_of("gpt_neox")).read("separate", under="")
+    holdfast.export(tmp_path / "neox", tmp_path / "a", mapping=rules)
+    k = load_file(tmp_path / "a" / "model.safetensors")["gpt_neox.layers.1.attention.k_proj.weight"]
+    assert torch.equal(k, stored.view(4, 3, 2, HIDDEN)[:, 1].reshape(HIDDEN, HIDDEN))
+    stored = write_folder(tmp_path / "gpt2", "gpt2")["transformer.h.2.attn.c_attn.weight"]
+    holdfast.export(tmp_path / "gpt2", tmp_path / "b", mapping=family("gpt2").read("separate", under=""))
+    v = load_file(tmp_path / "b" / "model.safetensors")["transformer.h.2.attn.v_proj.weight"]
+    assert torch.equal(v, stored[:, 2 * HIDDEN :].T)
+    experts = write_folder(tmp_path / "mixtral", "mixtral")
+    holdfast.export(tmp_path / "mixtral", tmp_path / "c", mapping=family("mixtral").read(under=""))
+    fused = load_file(tmp_path / "c" / "model.safetensors")["model.layers.0.mlp.experts.gate_up_proj"]
+    up = experts["model.layers.0.block_sparse_moe.experts.3.w3.weight"]
+    assert torch.equal(fused[3, HIDDEN:], up)
+
+
+@pytest.mark.parametrize(
+    ("saved", "rules", "code"),
+    [
+        ("mixtral", "qwen3_moe", "incompatible.export"),
+        ("qwen3_moe", "mixtral", "incompatible.export"),
+        ("llama", "mixtral", "incompatible.mapping"),
+        ("gpt2", "", "incompatible.export"),
+    ],
+)
+def test_rules_of_another_family_are_refused_before_anything_is_written(
+    tmp_path: Path, saved: str, rules: str, code: str
+) -> None:
+    write_folder(tmp_path / "old", saved)
+    mapping = family(config_of(saved)).read("separate" if saved == "gpt2" else "transformers")
+    holdfast.export(tmp_path / "old", tmp_path / "live", mapping=mapping)
+    holdfast.save(tmp_path / "run", {"model": load_file(tmp_path / "live" / "model.safetensors")}, 1)
+    back = family(rules).write() if rules else None
+    with pytest.raises(holdfast.IncompatibleError) as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "new", mapping=back, config=tmp_path / "old")
+    assert caught.value.code == code
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_layer_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
+    write_folder(tmp_path / "old", "llama")
+    with pytest.raises(holdfast.IncompatibleError, match=r"model\.layers\.2\.mlp\.up_proj\.weight would be missing"):
+        holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old", select="!**.2.mlp.up_proj.*")
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_is_no_family_or_lacks_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="'bert' is none of the families"):
+        family("bert")
+    with pytest.raises(ValueError, match="no configuration of a model"):
+        family({"model_type": 7})
+    with pytest.raises(ValueError, match="need num_attention_heads"):
+        family("gpt_neox").read("separate")
+    with pytest.raises(ValueError, match="has the forms 'transformers', 'separate', not 'fused'"):
+        family("gpt2").write("fused")  # type: ignore[arg-type]
