@@ -51,7 +51,7 @@ class Blocks(torch.Tensor):
 
 
 class Rows(torch.Tensor):
-    """A weight with one scale for each row, and a value that is compared; its scales lie in a tensor of their own kind."""
+    """A weight with one scale for each row, and a value that is compared. Its scales are a tensor of planes too."""
 
     codes: torch.Tensor
     scales: Scales
@@ -111,7 +111,7 @@ class Blockwise(torch.optim.Optimizer):
         self.block_size = block_size
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         from torch.distributed.tensor import DTensor
 
         for group in self.param_groups:

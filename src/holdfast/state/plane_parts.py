@@ -6,8 +6,10 @@ the shape of the tensor alone, and not on how ranks divide it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias, cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,6 +27,11 @@ from holdfast.wording import count
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+#: The specs of planes, by that of their tensor, with which they go. A later walk gives an unchanged plane the same one,
+#: and so knows that it is unchanged.
+_specs: WeakKeyDictionary[DTensorSpec, dict[tuple[Shape, torch.dtype, bool], DTensorSpec]] = WeakKeyDictionary()
 
 #: One plane as an entry of a state.
 PlanePart: TypeAlias = "NamedTensor | Piecewise"
@@ -110,8 +117,6 @@ def _divided(entry: NamedTensor, tensor: DTensor, placed: Placed, key: str, plan
     axes = {each.axis for each, size in sizes if not isinstance(each, Replicate) and size > 1}
     name, part = plane_name(entry.name, key), plane.tensor
     cut: Cut = plane.cut
-    if cut == "whole" and not axes:
-        return NamedTensor(name, _dtensor(tensor, part, tuple(part.shape)), entry.replicas)
     if cut == "whole":
         return NamedTensor(name, _dtensor(tensor, part, tuple(part.shape), is_copied=True), entry.replicas)
     if cut == "rows":
@@ -144,17 +149,23 @@ def _ranges(name: str, tensor: DTensor, placed: Placed, plane: Plane, found: Sha
 
 def _dtensor(tensor: DTensor, part: torch.Tensor, shape: Shape, *, is_copied: bool = False) -> DTensor:
     """A DTensor of `shape` over `part`, placed as `tensor` is, or with copies on all ranks."""
+    described = tensor._spec  # noqa: SLF001
+    known = _specs.setdefault(described, {})
+    key = (shape, part.dtype, is_copied)
+    found = known.get(key)
+    if found is None or found.mesh is not described.mesh:
+        found = known[key] = _spec(described, part.dtype, shape, is_copied=is_copied)
+    return type(tensor)(part, found, requires_grad=False)
+
+
+def _spec(described: DTensorSpec, dtype: torch.dtype, shape: Shape, *, is_copied: bool) -> DTensorSpec:
     from torch.distributed.tensor import Replicate as Copied
 
-    spec = tensor._spec  # noqa: SLF001
     stride = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    meta = type(spec.tensor_meta)(torch.Size(shape), stride, part.dtype)  # type: ignore[misc]
+    meta = type(described.tensor_meta)(torch.Size(shape), stride, dtype)  # type: ignore[misc]
     if is_copied:
-        placed = type(spec)(spec.mesh, (Copied(),) * len(spec.placements), tensor_meta=meta)
-    else:
-        order = None if spec.use_strided_shard_as_shard_order else spec.shard_order
-        placed = type(spec)(spec.mesh, spec.placements, tensor_meta=meta, shard_order=order)  # type: ignore[arg-type]
-    return type(tensor)(part, placed, requires_grad=False)
+        return type(described)(described.mesh, (Copied(),) * len(described.placements), tensor_meta=meta)
+    return replace(described, tensor_meta=meta)
 
 
 def _unfit(name: str, problem: str) -> StateError:
