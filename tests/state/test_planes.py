@@ -1,4 +1,4 @@
-"""Tensors that consist of planes, without a registration; `tests/frameworks/test_quantised.py` has the libraries' own."""
+"""Tensors that consist of planes, without a registration. `tests/frameworks/test_quantised.py` has real ones."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def trained(seed: int, *, steps: int, mesh: Any = None, size: tuple[int, int] = 
     if mesh is not None and not tp:
         fully_shard(model, mesh=mesh)
     elif tp:
-        for layer in model:
+        for layer in cast("Any", model):
             layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
     optimizer = Blockwise(model.parameters())
     for _ in range(steps):
@@ -177,7 +177,7 @@ def go_on(run: str, again: str, size: tuple[int, int], tp: bool, steps: int) -> 
 
 def stored(run: str) -> dict[str, bytes]:
     view = holdfast.open(run)
-    return {name: bits(cast("torch.Tensor", view[name][...])) for name in view.names()}
+    return {name: bits(view[name][...]) for name in view.names()}
 
 
 @pytest.mark.parametrize(

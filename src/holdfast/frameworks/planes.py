@@ -21,8 +21,8 @@ from holdfast.errors import StateError
 from holdfast.frameworks.known_types import type_of
 from holdfast.wording import kind_of
 
-#: How a plane is divided where its tensor is: it has one entry for so many consecutive elements of the tensor in
-#: row-major order; or its rows are those of the tensor; or it is not divided.
+#: How a plane is divided where its tensor is. It has one entry for so many consecutive elements of the tensor in
+#: row-major order; or its rows are those of the tensor, which may then be divided by rows; or all ranks have the same.
 Cut: TypeAlias = int | Literal["rows", "whole"]
 
 
@@ -66,7 +66,7 @@ class _Flattened:
     def read(self, tensor: Any) -> PlanedTensor:
         """As `PlanedType.read`."""
         planes, values = _inner(tensor)
-        cuts = {key: Plane(plane, "rows" if plane.ndim else "whole") for key, plane in planes.items()}
+        cuts = {key: Plane(plane, "rows") for key, plane in planes.items()}
         return PlanedTensor(_name(type(tensor), values), cuts, lambda filled: _unflattened(tensor, filled, ""))
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
@@ -125,12 +125,12 @@ class _Packed4Bits:
                 planes |= {"offset": state.offset, "nested_absmax": state.state2.absmax}
                 planes["nested_code"] = state.state2.code
                 values["nested_blocksize"] = state.state2.blocksize
-        whole = {key: Plane(plane, "whole") for key, plane in planes.items()}
+        cuts = {key: Plane(plane, "rows") for key, plane in planes.items()}  # so it must not be divided
 
         def rebuild(_: Mapping[str, torch.Tensor]) -> torch.Tensor:
             raise TypeError("4-bit weights cannot be made from their planes; quantise the model first")
 
-        return PlanedTensor(_name(type(tensor), values), whole, rebuild)
+        return PlanedTensor(_name(type(tensor), values), cuts, rebuild)
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
         """As `PlanedType.blank`."""

@@ -117,10 +117,13 @@ def _divided(entry: NamedTensor, tensor: DTensor, placed: Placed, key: str, plan
     axes = {each.axis for each, size in sizes if not isinstance(each, Replicate) and size > 1}
     name, part = plane_name(entry.name, key), plane.tensor
     cut: Cut = plane.cut
+    if not axes:
+        whole = _whole(entry.name, plane, shape)
+        return NamedTensor(name, _dtensor(tensor, whole, tuple(whole.shape), is_copied=True), entry.replicas)
     if cut == "whole":
         return NamedTensor(name, _dtensor(tensor, part, tuple(part.shape), is_copied=True), entry.replicas)
     if cut == "rows":
-        if not axes <= {0} or part.shape[0] != local[0]:
+        if not axes <= {0} or part.shape[:1] != local[:1]:
             raise _unfit(entry.name, f"its plane {key!r} of shape {list(part.shape)} is not divided by its rows")
         return NamedTensor(name, _dtensor(tensor, part, (shape[0], *part.shape[1:])), entry.replicas)
     if cut == 1:
