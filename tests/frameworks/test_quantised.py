@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import StateError
+from tests.project.test_guides import example, run_as_started
 from tests.support.bound import bits
 from tests.support.models import start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks
@@ -162,6 +163,15 @@ def test_quantised_weights_of_torchao_are_filled_in_place(tmp_path: Path, config
     data = torch.randn(3, 128, dtype=torch.bfloat16)
     assert torch.equal(first(data), second(data))
     assert "model/0.weight/%plane=qdata" in holdfast.open(tmp_path / "run").names()
+
+
+def test_the_example_of_the_guide_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # as `run_eagerly`
+    script, calls = example(Path(__file__).parents[2] / "docs/guides/quantised.md")
+    (tmp_path / "train.py").write_text(script)
+    for call in calls:
+        printed = run_as_started(tmp_path, call)
+        assert [line for line in printed if line in call.output] == call.output
 
 
 # --- bitsandbytes ----------------------------------------------------------------------------------------------------

@@ -227,6 +227,22 @@ def test_planes_do_not_fill_parts_that_are_too_small_for_blocks(tmp_path: Path) 
     assert "24 elements here, which hold no such blocks" in str(error)
 
 
+@pytest.mark.parametrize("values", ['"block_size":0', '"block_size":8,"signed":1', '"block_size":[8]', "not JSON"])
+def test_a_name_of_a_type_that_no_version_gives_makes_no_tensor(values: str) -> None:
+    assert planes.blank(f"{KIND}.Blocks{{{values}}}", torch.zeros(8, 8)) is None
+
+
+def test_a_transfer_and_a_selection_take_planes(tmp_path: Path) -> None:
+    source, into = {"r": rows(0), "b": blocks(0)}, {"r": rows(1), "b": blocks(1)}
+    holdfast.transfer(dict(source), dict(into))
+    assert_same(dict(source), dict(into))
+    holdfast.save(str(tmp_path / "run"), dict(source), 0)
+    other = {"r": rows(2), "b": blocks(2)}
+    holdfast.load(str(tmp_path / "run"), into=dict(other), select="b**")
+    assert bits(cast("Blocks", other["b"]).scale) == bits(cast("Blocks", source["b"]).scale)
+    assert bits(cast("Rows", other["r"]).codes) == bits(rows(2).codes)
+
+
 def walks_alike() -> bool:
     know_blocks()
     state = trained(0, steps=1, mesh=init_device_mesh("cpu", (2,)), size=(12, 16))

@@ -98,10 +98,12 @@ class _QuantisedSlot:
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
         """As `PlanedType.blank`."""
-        kind, block = values["type"], values["block_size"]
+        kind, block = values["type"], values.get("block_size")
+        signed = {"signed": values.get("signed")} if self.is_signed_or_not else {}
+        if type(block) is not int or block < 1 or any(type(each) is not bool for each in signed.values()):
+            return None  # no name that this version gives
         if like.numel() < self.min_numel or like.numel() % block:
             return None
-        signed = {"signed": values["signed"]} if self.is_signed_or_not else {}
         return cast(
             "torch.Tensor",
             kind.zeros(like.shape, block_size=block, device=like.device, dtype=like.dtype, **signed),
