@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
 from holdfast.errors import IncompatibleError, StateError
@@ -20,6 +21,7 @@ from holdfast.snapshot.capture import Snapshot
 from holdfast.state.flatten import flatten
 from tests.state.blocks_of_tests import Blocks, Blockwise, Rows, Scales
 from tests.support.bound import State, assert_same, bits, bound, load, refused, save
+from tests.support.models import start_new_job
 from tests.support.ranks import RanksFailedError, run_ranks
 
 KIND = "tests.state.blocks_of_tests"
@@ -198,6 +200,53 @@ def test_planes_in_dtensors_load_on_another_number_of_ranks(
     assert sum(name.endswith("%plane=scale") for name in whole) == 2
     for other in (again, fresh, again + "-fresh"):
         assert stored(other) == whole
+
+
+def save_on_two_axes(run: str, again: str, size: tuple[int, int], way: str) -> int:
+    """Save a model that HSDP or FSDP2 over tensor parallelism divides on four ranks, and load it into another."""
+    know_blocks()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+    def make(seed: int, steps: int) -> State:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(*size, bias=False))
+        if way == "HSDP":
+            fully_shard(model, mesh=mesh)
+        else:
+            parallelize_module(model, mesh["inner"], {"0": ColwiseParallel() if way == "rows" else RowwiseParallel()})
+            fully_shard(model, mesh=mesh["outer"])
+        optimizer = Blockwise(model.parameters())
+        for _ in range(steps):
+            optimizer.step()
+        for kept in optimizer.state.values():
+            copies = mesh["inner"].get_local_rank() if way == "HSDP" else mesh.get_rank()
+            fill(cast("Any", kept["slot"])._local_tensor, torch.Generator().manual_seed(100 * seed + copies))
+        return {"model": model, "opt": optimizer}
+
+    holdfast.save(run, make(0, 1), 0)
+    into = make(1, 0)
+    holdfast.load(run, into=into)
+    start_new_job()
+    holdfast.save(again, into, 0)
+    return sum(not placement.is_replicate() for placement in cast("Any", into["model"])[0].weight.placements)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "size"), [("HSDP", (8, 16)), ("HSDP", (12, 16)), ("rows", (8, 32)), ("columns", (32, 16))]
+)
+def test_planes_in_dtensors_over_two_mesh_axes_load_on_one_rank(
+    tmp_path: Path, way: str, size: tuple[int, int]
+) -> None:
+    run, again = str(tmp_path / "run"), str(tmp_path / "again")
+    assert set(run_ranks(4, save_on_two_axes, run, again, size, way)) == {1 if way == "HSDP" else 2}
+    assert stored(again) == stored(run)
+    whole: State = {"model": nn.Sequential(nn.Linear(*size, bias=False))}
+    optimizer = whole["opt"] = Blockwise(cast("nn.Module", whole["model"]).parameters())
+    holdfast.load(run, into=whole)
+    (slot,) = (kept["slot"] for kept in optimizer.state.values())
+    assert bits(slot.codes) == stored(run)["opt/state/model/0.weight/slot/%plane=codes"]
+    assert bits(slot.scale) == stored(run)["opt/state/model/0.weight/slot/%plane=scale"]
 
 
 @pytest.mark.parametrize(("size", "tp"), [((8, 7), False), ((8, 16), True)], ids=["uneven rows", "columns"])
