@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -247,6 +248,28 @@ def test_planes_in_dtensors_over_two_mesh_axes_load_on_one_rank(
     (slot,) = (kept["slot"] for kept in optimizer.state.values())
     assert bits(slot.codes) == stored(run)["opt/state/model/0.weight/slot/%plane=codes"]
     assert bits(slot.scale) == stored(run)["opt/state/model/0.weight/slot/%plane=scale"]
+
+
+def codes_under_fsdp1(run: str, original: bool) -> list[str]:
+    know_blocks()
+    warnings.simplefilter("ignore")  # FSDP1 is deprecated, and says so
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    model = FullyShardedDataParallel(layer, use_orig_params=original, device_id=torch.device("cpu"))
+    state: State = {"model": model, "opt": Blockwise(model.parameters())}
+    with pytest.raises(IncompatibleError) as unloaded:
+        holdfast.load(run, into=state)
+    cast("Blockwise", state["opt"]).step()
+    with pytest.raises(StateError) as unsaved:
+        holdfast.save(run + "-other", state, 0)
+    return [unloaded.value.code, unsaved.value.code]
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_planes_under_fsdp1_are_refused_in_saves_and_loads(tmp_path: Path, original: bool) -> None:
+    run = str(tmp_path / "run")
+    holdfast.save(run, trained(0, steps=1), 0)
+    assert run_ranks(2, codes_under_fsdp1, run, original) == [["incompatible.blocks", "state.optimizer"]] * 2
 
 
 @pytest.mark.parametrize(("size", "tp"), [((8, 7), False), ((8, 16), True)], ids=["uneven rows", "columns"])
