@@ -7,7 +7,10 @@ parameters where asked, a module that FSDP1 ignores, and a buffer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
@@ -37,9 +41,11 @@ class Wrapping(NamedTuple):
     bf16: bool = False
     frozen: bool = False
     ignores: bool = False
+    offloads: bool = False
 
     def __str__(self) -> str:
-        flags = ("flat" * (not self.original), "bf16" * self.bf16, "frozen" * self.frozen, "ignores" * self.ignores)
+        options = {name: getattr(self, name) for name in ("bf16", "frozen", "ignores", "offloads")}
+        flags = ["flat" * (not self.original), *(name * chosen for name, chosen in options.items())]
         return "-".join(filter(None, (self.way, *flags)))
 
 
@@ -88,10 +94,29 @@ def _wrapped(net: TiedNet, wrapping: Wrapping) -> nn.Module:
         "device_id": torch.device("cpu"),
         "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16) if wrapping.bf16 else None,
     }
+    if wrapping.offloads:
+        options["cpu_offload"] = CPUOffload(offload_params=True)
     if "HYBRID" in wrapping.way:
         options["device_mesh"] = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
     net.down = cast("Any", checkpoint_wrapper(FullyShardedDataParallel(net.down, **options)))
     return FullyShardedDataParallel(net, ignored_modules=[net.scale] if wrapping.ignores else None, **options)
+
+
+#: What torch has on accelerators alone, and FSDP1 calls to offload parameters: pinned memory, and waits for a stream.
+STAND_INS: dict[tuple[type, str], Any] = {
+    (torch.Tensor, "pin_memory"): lambda tensor: tensor.clone(),
+    (torch.cpu.Stream, "synchronize"): lambda _: None,
+}
+
+
+@contextmanager
+def standing_in(wrapping: Wrapping) -> Iterator[None]:
+    """A ``with`` block in which FSDP1 can offload parameters on a machine without an accelerator. Its shards then lie
+    in other memory after the first forward, as with pinned memory."""
+    with ExitStack() as stack:
+        for (kind, name), stand_in in STAND_INS.items() if wrapping.offloads else ():
+            stack.enter_context(mock.patch.object(kind, name, stand_in, create=True))
+        yield
 
 
 def train(state: State, *, steps: int) -> None:
@@ -132,20 +157,22 @@ def _full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def save_trained(run: str, wrapping: Wrapping) -> tuple[dict[str, torch.Tensor], int]:
     """Train and save. Returns the full state as torch gathers it, and the number of collective calls of the save."""
-    state = build(wrapping, seed=0)
-    train(state, steps=2)
-    before = num_collectives()
-    holdfast.save(run, state, 1)
-    during = num_collectives() - before
-    return full_state(state, wrapping) if wrapping.way not in ("plain", "ddp", "fsdp2") else {}, during
+    with standing_in(wrapping):
+        state = build(wrapping, seed=0)
+        train(state, steps=2)
+        before = num_collectives()
+        holdfast.save(run, state, 1)
+        during = num_collectives() - before
+        return full_state(state, wrapping) if wrapping.way not in ("plain", "ddp", "fsdp2") else {}, during
 
 
 def reload(run: str, again: str, wrapping: Wrapping) -> None:
     """Load into a job that was initialised with other values, save at once, and train on."""
-    state = build(wrapping, seed=1)
-    holdfast.load(run, into=state)
-    holdfast.save(again, state, 1)
-    train(state, steps=1)
+    with standing_in(wrapping):
+        state = build(wrapping, seed=1)
+        holdfast.load(run, into=state)
+        holdfast.save(again, state, 1)
+        train(state, steps=1)
 
 
 def num_collectives() -> int:

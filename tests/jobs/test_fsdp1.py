@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -76,6 +76,22 @@ def test_a_job_of_another_layout_loads_under_fsdp1(tmp_path: Path, wrapping: Wra
 @pytest.mark.parametrize("wrapping", OPTIONS, ids=str)
 def test_a_job_with_an_option_of_fsdp1_loads_on_another_number_of_ranks(tmp_path: Path, wrapping: Wrapping) -> None:
     check_job(tmp_path, wrapping, [wrapping, wrapping._replace(original=not wrapping.original)], world_size=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("way", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_job_with_parameters_on_the_host_loads_with_and_without_them_there(
+    tmp_path: Path, way: Literal["FULL_SHARD", "SHARD_GRAD_OP"], original: bool
+) -> None:
+    offloads = Wrapping(way, original, offloads=True)
+    check_job(tmp_path, offloads, [offloads._replace(original=not original), FULL, FLAT, Wrapping("plain")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("original", [True, False])
+def test_a_job_goes_on_with_parameters_on_the_host(tmp_path: Path, original: bool) -> None:
+    check_job(tmp_path, FLAT, [Wrapping("FULL_SHARD", original, offloads=True)])
 
 
 # --- saves in the background -----------------------------------------------------------------------------------------

@@ -196,6 +196,12 @@ class BindingSource(Protocol):
         """For each of many names, whether a tensor is stored under it and `memory` would return the `live` one, on the
         device where that is. False for the name of a value."""
 
+    def of_planes(self, name: str, *, live: object, like: torch.Tensor) -> torch.Tensor | None:
+        """The tensor to fill from the planes that are stored as `name` (see `holdfast.frameworks.planes`): `live` if it
+        consists of planes, else a new one with the shape and the parts of `like`. None where no such planes are stored.
+        Refuses the load where a part of `like` does not consist of whole blocks.
+        """
+
     def live(self, path: str, item: object) -> Finish:
         """Bind a live item, as `Sink.tree` adds it: its tensors are filled in place, its values replaced."""
 

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from holdfast.format.names import component, join, parse_component
+from holdfast.format.values import PlanesNode
 from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink
 from holdfast.frameworks.flat_memory import FlatMemory
+from holdfast.frameworks.known_types import type_of
+from holdfast.frameworks.planes import planed_type
 
 Slots = Mapping[object, object]
 #: A bound slot: the tensor that the load fills, or a function that returns the slot after the load.
 Slot = torch.Tensor | Finish
+
+_ACTION: Final = (
+    "Use an optimizer that works element by element, such as AdamW; or shard the model with "
+    "torch.distributed.fsdp.fully_shard (FSDP2)."
+)
 
 
 def check_slots(path: str, held: FlatMemory, slots: Slots) -> None:
@@ -30,14 +38,21 @@ def check_slots(path: str, held: FlatMemory, slots: Slots) -> None:
         StateError: code ``state.optimizer``.
     """
     for key, slot in slots.items():
+        if isinstance(slot, torch.Tensor) and planed_type(type_of(slot)) is not None:
+            raise StateError(
+                f"Slot {key!r} of optimizer {path!r} is quantised ({type(slot).__qualname__}), and its parameter is "
+                "memory that FSDP1 flattened: blocks would go over the ends of parameters and of ranks.",
+                code="state.optimizer",
+                action=_ACTION,
+                path=path,
+            )
         if isinstance(slot, torch.Tensor) and slot.ndim and not held.lies_alike(slot):
             raise StateError(
                 f"Slot {key!r} of optimizer {path!r} has shape {tuple(slot.shape)}, but the memory of its parameter, "
                 f"which FSDP1 flattened, has shape {tuple(held.memory.shape)}: nothing tells to which elements of "
                 f"{held.portions[0].names[0]!r} it belongs.",
                 code="state.optimizer",
-                action="Use an optimizer that works element by element, such as AdamW; or shard the model with "
-                "torch.distributed.fsdp.fully_shard (FSDP2).",
+                action=_ACTION,
                 path=path,
             )
 
@@ -101,6 +116,11 @@ class _FlatSlots(NamedTuple):
             if lacking:
                 what = f"in the checkpoint for some parameters of one flat parameter only, not for {lacking[0]!r}"
                 source.refuse("incompatible.flat_slots", join(self.state, names[0], text), what)
+                continue
+            paths = [join(self.state, name, text) for name in names]
+            if quantised := [name for name in paths if isinstance(source.nodes.get(name), PlanesNode)]:
+                what = "of a parameter that FSDP1 flattened here, and quantised in the checkpoint"
+                source.refuse("incompatible.blocks", quantised[0], what)
                 continue
             bound[parse_component(text)] = self._slot(text, names, held, source)
         return bound

@@ -97,12 +97,19 @@ def _in_parts(action: str) -> Refused:
 
 
 _OWN_PART_OF_A_METRIC = WholeObject(metrics.read_own, metrics.write_own)
-_WEIGHTS_OF_4_BITS = Refused(
-    "packs its weight into a tensor of a special type, and keeps the scales outside of it",
+_ADAPTERS_ONLY = (
     "Load these weights from their source, and save only the trained ones: select= takes globs, such as "
-    'select="**lora_*".',
+    'select="**lora_*".'
+)
+_WEIGHTS_OF_4_BITS = Refused(
+    "has packed its weight as only this machine reads it, which an evaluation on a CPU does",
+    f"Call state_dict() of the module, which unpacks the weight. Or: {_ADAPTERS_ONLY}",
+    applies=lambda module: (
+        not hasattr(module.weight, "quant_state") or getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+    ),
     is_local=True,
 )
+_WEIGHTS_OF_8_BITS = Refused("keeps the scales of its weight outside of it", _ADAPTERS_ONLY, is_local=True)
 _LIGHTNING_TRAINER = _in_parts(
     "Put trainer.model, trainer.optimizers, trainer.lr_scheduler_configs and holdfast.PerRank(trainer.fit_loop) into "
     "the state, in on_fit_start of a callback."
@@ -180,7 +187,7 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
     ("torchmetrics.wrappers.tracker", "MetricTracker"): WholeObject(metrics.read_tracker, metrics.write_tracker),
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
-    ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_4_BITS,
+    ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_8_BITS,
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): Refused(
         "holds the state of different parameters on each rank",
         "Shard the model with torch.distributed.fsdp.fully_shard (FSDP2), and use the optimizer itself.",

@@ -23,6 +23,7 @@ from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink, fsdp1
 from holdfast.frameworks.flat_memory import FlatMemory
 from holdfast.frameworks.known_types import (
     KnownType,
+    Refused,
     Transparent,
     WholeObject,
     Wrapper,
@@ -349,7 +350,7 @@ def _refuse_hidden_state(
     is_local = False
     if refusal is not None:
         what, action, is_local = refusal.problem, refusal.action, refusal.is_local
-    elif isinstance(traits.known, WholeObject | Transparent):
+    elif isinstance(traits.known, WholeObject | Transparent | Refused):
         return
     elif traits.overrides is not None:
         what, is_local = f"overrides {traits.overrides}", traits.overrides == "_save_to_state_dict"

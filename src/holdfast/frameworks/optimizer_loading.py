@@ -329,9 +329,10 @@ def _bind_slot(
             return found
         return source.memory(stored, live=None, like=like, device=device, cast_to=cast_to)
 
-    if name in source.nodes:
+    tensor = source.of_planes(name, live=live, like=parameter.tensor)
+    if tensor is None and name in source.nodes:
         return source.opaque(name, memory, parameter.replicas)
-    tensor = memory(name)
+    tensor = memory(name) if tensor is None else tensor
     source.fill(NamedTensor(name, tensor, parameter.replicas))
     return tensor
 

@@ -164,6 +164,10 @@ class StateDictSource:
         """As `BindingSource.fitting`."""
         return self._source.fitting([self._stored_name(name) for name in names], live, like)
 
+    def of_planes(self, name: str, *, live: object, like: torch.Tensor) -> torch.Tensor | None:
+        """As `BindingSource.of_planes`."""
+        return self._source.of_planes(self._stored_name(name), live=live, like=like)
+
     def live(self, path: str, item: object) -> Finish:
         """As `BindingSource.live`."""
         return self._source.live(self._stored_name(path), item)

@@ -130,6 +130,7 @@ class _Binder:
         #: The part of `BindingSource` that concerns tensors.
         self.fill, self.fill_all = self._tensors.fill, self._tensors.fill_all
         self.memory, self.fitting = self._tensors.memory, self._tensors.fitting
+        self.of_planes = self._tensors.of_planes
         self.named, self.stored = self._tensors.named, self._tensors.stored
         self.hold, self.held, self.portion = self._tensors.hold, self._tensors.held, self._tensors.portion
         self._unfillable: set[str] = set()

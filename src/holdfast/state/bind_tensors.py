@@ -14,20 +14,21 @@ from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.frameworks.piecewise import Piecewise
+from holdfast.frameworks.planes import blank, is_name_of_planed
 from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
-from holdfast.state.collect import TensorCollector, Tied, is_describable
+from holdfast.state.collect import TensorCollector, Tied, is_describable, unsupported_tensor
 from holdfast.state.differences import Mismatches
 from holdfast.state.flat_owners import FlatOwners, piecewise_of
-from holdfast.state.flatten import name_of_planes, planes_as_tensors
-from holdfast.state.local_placements import empty, same_placement, same_placements
+from holdfast.state.local_placements import empty, is_dtensor, local_part, local_parts, same_placement, same_placements
 from holdfast.state.match import Matcher, Terms
 from holdfast.state.meta import MetaTensors, become, check_alone
 from holdfast.state.piecewise_layouts import describe
+from holdfast.state.plane_parts import PlaneDivider, name_of_planes, plane_name
 from holdfast.state.registered_types import Registration, any_registered, registered
 from holdfast.state.sharded_tensors import any_sharded, in_pieces, is_sharded
-from holdfast.wording import with_article
+from holdfast.wording import count, with_article
 
 _dtype_of = attrgetter("dtype")
 _shape_of = attrgetter("shape")
@@ -53,6 +54,7 @@ class TensorBinder:
         #: The names of live tensors on the meta device that no stored tensor fills.
         self.on_meta: set[str] = set()
         self._pending: list[NamedTensor] = []
+        self._planes = PlaneDivider()
         self._planed: list[tuple[NamedTensor, NamedTensor]] = []
         self._piecewise: dict[str, Piecewise] = {}
         self._held = FlatOwners()
@@ -76,24 +78,38 @@ class TensorBinder:
             else:
                 self._pending.append(entry)
             return
-        planes = planes_as_tensors(entry, registration)
-        node = self._nodes.get(entry.name)
-        expected = PlanesNode(registration.name, tuple(planes))
-        differs = self._matcher.canonical(entry.name) in self._stored or (node is not None and node != expected)
-        if differs and (self._select is None or entry.name in self._select):
+        self._fill_planes(entry, registration)
+
+    def _fill_planes(self, entry: NamedTensor, registration: Registration) -> None:
+        """Add the planes of a tensor of a registered type, if the checkpoint has the same ones."""
+        planes, node = self._planes.planes(entry, registration), self._nodes.get(entry.name)
+        is_plain = self._matcher.canonical(entry.name) in self._stored
+        is_selected = self._select is None or entry.name in self._select
+        if is_plain or (node is not None and node != PlanesNode(registration.name, tuple(planes))):
             here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
-            self._mismatches.add_kind(entry.name, here, node)
+            if is_selected and is_plain and registration.planed is not None:
+                self._mismatches.add("incompatible.blocks", entry.name, f"{here} here, a tensor in the checkpoint")
+            elif is_selected:
+                self._mismatches.add_kind(entry.name, here, node)
             return
-        self._pending += planes.values()
-        self._planed.append((entry, next(iter(planes.values()))))
+        for key, plane in planes.items():
+            if isinstance(plane, NamedTensor):
+                self._pending.append(plane)
+            elif is_selected:
+                self._piecewise[plane_name(entry.name, key)] = plane
+        first = next(iter(planes.values()))
+        if isinstance(first, NamedTensor):
+            self._planed.append((entry, first))
         if entry.tensor.is_meta:
             check_alone(entry)
-            of_tensor = {plane: held.tensor for plane, held in planes.items()}
-            self._to_rebuild.append((entry.tensor, registration, of_tensor))
+            if is_dtensor(entry.tensor):
+                raise unsupported_tensor(entry.name, entry.tensor, "planes on several ranks and on the meta device")
+            whole = {key: plane.tensor for key, plane in planes.items() if isinstance(plane, NamedTensor)}
+            self._to_rebuild.append((entry.tensor, registration, whole))
 
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `BindingSource.fill_all`."""
-        kinds = {type(entry.tensor) for entry in entries}
+        kinds = set(map(type, local_parts([entry.tensor for entry in entries])))
         if self._select is None and not any_registered(kinds) and not any_sharded(kinds):
             self._pending += entries
         else:
@@ -224,7 +240,8 @@ class TensorBinder:
         special = {*self._nodes, *self._matcher.aliases}
         kinds = zip(map(DTYPE_NAMES.get, map(_dtype_of, held)), map(_shape_of, held), strict=True)
         alike = [kept == kind for kept, kind in zip(map(self._stored.get, names), kinds, strict=True)]
-        if any_registered(set(map(type, like))):  # plain memory cannot be placed as such a tensor is
+        kinds_alike = set(map(type, local_parts(cast("Sequence[torch.Tensor]", like))))
+        if any_registered(kinds_alike):  # plain memory cannot be placed as such a tensor is
             like = [None if registered(other) else other for other in like]
         placed = same_placements(held, like)
         return [
@@ -238,6 +255,25 @@ class TensorBinder:
             return stored
         wanted = str(cast_to).removeprefix("torch.")
         return wanted if castable(stored, wanted) else stored
+
+    def of_planes(self, name: str, *, live: object, like: torch.Tensor) -> torch.Tensor | None:
+        """As `BindingSource.of_planes`."""
+        node = self._nodes.get(name)
+        if not isinstance(node, PlanesNode) or not is_name_of_planed(node.name):
+            return None
+        registration = registered(live)
+        if isinstance(live, torch.Tensor) and registration is not None and registration.planed is not None:
+            return live
+        with torch.no_grad():
+            made = blank(node.name, local_part(like))
+            if made is not None and is_dtensor(like):
+                places = like.device_mesh, like.placements
+                made = type(like).from_local(made, *places, run_check=False, shape=like.shape, stride=like.stride())
+        if made is None:
+            here = f"{count(local_part(like).numel(), 'element')} here, which hold no such blocks"
+            self._mismatches.add("incompatible.blocks", name, f"{here}, a registered {node.name!r} in the checkpoint")
+            return like
+        return made
 
     def rebuild(self) -> None:
         """Rebuild tensors of registered types on the meta device from their planes, once those have memory."""

@@ -334,6 +334,10 @@ def _action(codes: Iterable[str]) -> str:
 
 
 _ACTIONS = {
+    "incompatible.blocks": (
+        "Divide the parameters as in the save, or between blocks: only parts of whole blocks, of 4,096 elements or "
+        "more, are quantised. Or leave the optimizer out of the state, or out of select=: it then starts afresh."
+    ),
     "incompatible.dtype": "Create the live tensor in the stored dtype, or cast the stored one with cast=.",
     "incompatible.shape": (
         "Create the live tensor in the stored shape, map the stored one (mapping=), or leave it out, such as with "

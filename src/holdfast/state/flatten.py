@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import StateError
 from holdfast.format import values
-from holdfast.format.names import component, join, own_part, plane_component, rank_component
+from holdfast.format.names import component, join, own_part, rank_component
 from holdfast.format.patterns import Globs
 from holdfast.format.values import Container, Encoded, Leaf, Node, Open, PlanesNode, Stateful, TableNode, TensorRef
 from holdfast.frameworks import Adapter, Deferred, NamedTensor
@@ -31,12 +31,13 @@ from holdfast.state.arrays import Array, check_array
 from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
 from holdfast.state.differences import listing
 from holdfast.state.flat_owners import FlatOwners, piecewise_of
-from holdfast.state.local_placements import dtensor_type, is_dtensor, torch_value
+from holdfast.state.local_placements import dtensor_type, is_dtensor, local_parts, torch_value
 from holdfast.state.marks import Marked
 from holdfast.state.per_rank import PerRank
 from holdfast.state.piecewise_layouts import describe
 from holdfast.state.plain_forms import is_registrable, plain_form
-from holdfast.state.registered_types import ARRAY, Registration, any_registered, planes_of, registered
+from holdfast.state.plane_parts import PlaneDivider, name_of_planes, plane_name
+from holdfast.state.registered_types import ARRAY, Registration, any_registered, registered
 from holdfast.state.sharded_tensors import any_sharded, in_pieces, is_sharded
 from holdfast.wording import count, kind_of, with_article
 
@@ -120,18 +121,6 @@ def check_depth(path: str) -> None:
         )
 
 
-def planes_as_tensors(entry: NamedTensor, registration: Registration) -> dict[str, NamedTensor]:
-    """The planes of a tensor of a registered type, as entries of a state by plane name."""
-    planes = planes_of(entry.name, entry.tensor, registration)
-    names = {plane: join(entry.name, plane_component(plane)) for plane in planes}
-    return {plane: NamedTensor(names[plane], tensor, entry.replicas) for plane, tensor in planes.items()}
-
-
-def name_of_planes(plane_name: str) -> str:
-    """The name of the tensor that a plane belongs to."""
-    return plane_name.rpartition("/")[0]
-
-
 class Walk:
     """One walk of a state, in two parts; it is the `Sink` of the adapters.
 
@@ -158,6 +147,7 @@ class Walk:
         self._rank = rank
         self._world_size = world_size
         self._per_rank = False
+        self._planes = PlaneDivider()
         self._planed: list[tuple[NamedTensor, str]] = []
         self._nodes: dict[str, Node] = {}
         self._tensors: dict[str, NamedTensor] = {}
@@ -205,7 +195,7 @@ class Walk:
             for name in list(names):
                 node = self._nodes.get(name)
                 if isinstance(node, PlanesNode):
-                    names.update(join(name, plane_component(plane)) for plane in node.planes)
+                    names.update(plane_name(name, plane) for plane in node.planes)
         return names & found.keys()
 
     def finish(self) -> FlatState:
@@ -235,7 +225,8 @@ class Walk:
         self._names = self._collector.names()
         self._name_portions()
         for entry, plane in self._planed:
-            canonical = self._names[id(self._tensors[plane].tensor)].name
+            first = self._tensors.get(plane)
+            canonical = plane if first is None else self._names[id(first.tensor)].name
             self._names[id(entry.tensor)] = NamedTensor(name_of_planes(canonical), entry.tensor, entry.replicas)
         saved = frozenset(self._names) if self._left_out else frozenset[int]()
         saved -= {id(entry.tensor) for entry in self._left_out if self._held.of(entry.tensor) is not None}
@@ -306,6 +297,8 @@ class Walk:
         if not kinds <= _PLAIN:
             tensors = [slot for slot in slots if isinstance(slot, torch.Tensor)]
             slots = [slot._local_tensor if type(slot) is dtensor else slot for slot in tensors]  # noqa: SLF001
+            if not set(map(type, slots)) <= _PLAIN:
+                return False
         parts = cast("list[torch.Tensor]", slots)
         if not self.left.add(parts):
             return False
@@ -373,7 +366,7 @@ class Walk:
             raise _collision(
                 next(name for name in names if names.count(name) > 1 or any(name in keys for keys in known))
             )
-        if any_registered(map(type, map(_tensor_of, listed))):
+        if any_registered(set(map(type, local_parts(list(map(_tensor_of, listed)))))):
             for entry in listed:
                 registration = registered(entry.tensor)
                 if registration is not None:
@@ -382,10 +375,14 @@ class Walk:
         self._tensors.update(added)
 
     def _add_planes(self, entry: NamedTensor, registration: Registration) -> None:
-        planes = planes_as_tensors(entry, registration)
+        planes = self._planes.planes(entry, registration)
         self._nodes[entry.name] = PlanesNode(registration.name, tuple(planes))
-        self._tensors.update((plane.name, plane) for plane in planes.values())
-        self._planed.append((entry, next(iter(planes.values())).name))
+        for key, plane in planes.items():
+            if isinstance(plane, Piecewise):
+                self._add_piecewise(plane_name(entry.name, key), plane)
+            else:
+                self._tensors[plane.name] = plane
+        self._planed.append((entry, plane_name(entry.name, next(iter(planes)))))
 
     def tree(self, path: str, value: object, replicas: Replicas = "compare") -> None:
         """As `Sink.tree`."""

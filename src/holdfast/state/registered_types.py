@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
@@ -20,6 +21,9 @@ from holdfast.wording import kind_of
 
 if TYPE_CHECKING:  # a view decodes values without torch
     import torch
+    from torch.distributed.tensor import DTensor
+
+    from holdfast.frameworks.planes import PlanedTensor, PlanedType
 
 T = TypeVar("T")
 EncodedT = TypeVar("EncodedT")
@@ -27,22 +31,27 @@ TensorT = TypeVar("TensorT", bound="torch.Tensor")
 
 _BUILT_IN = (type(None), bool, int, float, complex, str, bytes, dict, list, tuple, OrderedDict, Counter)
 _TENSOR = ("torch", "Tensor")
+_DTENSOR = ("torch.distributed.tensor", "DTensor")
 _NEED_NO_PLANES = (
     _TENSOR,
     ("torch.nn.parameter", "Parameter"),
     ("torch.nn.parameter", "Buffer"),
-    ("torch.distributed.tensor", "DTensor"),
+    _DTENSOR,
 )
 
 
 @dataclass(frozen=True)
 class Registration:
-    """A registered type. `encode` returns plain values, or the planes of a tensor; `decode` is its inverse."""
+    """A registered type. `encode` returns plain values, or the planes of a tensor; `decode` is its inverse.
+
+    Tensors of other libraries that consist of planes have one each, with `planed`: its name tells values of the tensor.
+    """
 
     name: str
     kind: type
     encode: Callable[[object], object]
     decode: Callable[[object], object]
+    planed: PlanedTensor | None = None
 
 
 #: A checkpoint stores arrays as tensors, and a load makes arrays of them again. (A lazy tensor has `numpy` too.)
@@ -105,17 +114,50 @@ def register_tensor(
 
 
 def registered(item: object) -> Registration | None:
-    """The registration of exactly the type of `item`; None if there is none."""
-    return _BY_TYPE.get(type(item))
+    """The registration of exactly the type of `item`; None if there is none. Tensors of other libraries that consist of
+    planes have one, also where they are the local part of a DTensor."""
+    kind: type = type(item)
+    known = _BY_TYPE.get(kind)
+    if known is not None or not _may_be_planed(kind):
+        return known
+    part = item
+    if _full_name(kind) == _DTENSOR:
+        part = cast("DTensor", item)._local_tensor  # noqa: SLF001
+        kind = type(part)
+    rules = _rules_of(kind)
+    if rules is None or kind in _BY_TYPE:
+        return None
+    planed = rules.read(part)
+    planes = {key: plane.tensor for key, plane in planed.planes.items()}
+    rebuild = cast("Callable[[object], object]", planed.rebuild)
+    return Registration(planed.name, kind, lambda _: planes, rebuild, planed)
 
 
 def any_registered(kinds: Iterable[type]) -> bool:
-    """Whether one of `kinds` is registered."""
-    return not _BY_TYPE.keys().isdisjoint(kinds)
+    """Whether tensors of one of these types may have a registration. A DTensor has that of its local part."""
+    return not _BY_TYPE.keys().isdisjoint(kinds) or any(_rules_of(kind) is not None for kind in kinds)
+
+
+@lru_cache(maxsize=1024)
+def _may_be_planed(kind: type) -> bool:
+    """Whether objects of this type may be tensors that consist of planes, or DTensors over such tensors."""
+    return _full_name(kind) == _DTENSOR or _rules_of(kind) is not None
+
+
+@lru_cache(maxsize=1024)
+def _rules_of(kind: type) -> PlanedType | None:
+    """The rules of a type of tensors that consist of planes; None for all others."""
+    if not _is_tensor(kind) or _full_name(kind) in _NEED_NO_PLANES:
+        return None
+    from holdfast.frameworks.planes import planed_type
+
+    return planed_type(kind)
 
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
     """The planes of a tensor, by name. Raises `StateError` when they are not live memory."""
+    if registration.planed is not None:
+        return {key: plane.tensor for key, plane in registration.planed.planes.items()}
     planes, again = registration.encode(tensor), registration.encode(tensor)
     problem = _problem_of(planes, again)
     if problem is not None:
@@ -148,10 +190,13 @@ def _problem_of(planes: object, again: object) -> str | None:
 def check_registered(name: str, path: str) -> None:
     """Raise `IncompatibleError`, code ``incompatible.unregistered_value``, when nothing is registered as `name`."""
     if name not in _BY_NAME:
+        is_planed = name.endswith("}") and "{" in name  # as `frameworks.planes` names types
         raise IncompatibleError(
             f"{path!r} was saved by a registration with the name {name!r}, which this process does not have.",
             code="incompatible.unregistered_value",
-            action=f"Call holdfast.register_value or holdfast.register_tensor with name={name!r} before loading.",
+            action="Load it into a live tensor of that type, whose planes a load fills in place."
+            if is_planed
+            else f"Call holdfast.register_value or holdfast.register_tensor with name={name!r} before loading.",
             path=path,
         )
 
