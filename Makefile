@@ -1,5 +1,6 @@
 # Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed,
-# Megatron-core and Ray have one each of their own, in .venv-deepspeed, .venv-megatron and .venv-ray.
+# Megatron-core, Ray and torchtitan have one each of their own, in .venv-deepspeed, .venv-megatron, .venv-ray and
+# .venv-titan.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -10,9 +11,10 @@ VENV := .venv
 DEEPSPEED := .venv-deepspeed
 MEGATRON := .venv-megatron
 RAY := .venv-ray
+TITAN := .venv-titan
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-titan test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -45,6 +47,9 @@ test-matrix: $(VENV)/dev.stamp $(DEEPSPEED)/deepspeed.stamp $(MEGATRON)/megatron
 test-ray: $(RAY)/ray.stamp
 	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py
 
+test-titan: $(TITAN)/titan.stamp
+	$(TITAN)/bin/pytest -q -m titan -o faulthandler_timeout=380 tests/trainers/test_torchtitan_jobs.py tests/trainers/test_torchft.py
+
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
 	PYTHONPATH=src python -m pytest -q -m gpu tests/snapshot/test_gpu.py
@@ -67,7 +72,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY)
+	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY) $(TITAN)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
@@ -86,6 +91,11 @@ $(MEGATRON)/megatron.stamp: tools/install pyproject.toml constraints/core.txt co
 $(RAY)/ray.stamp: tools/install pyproject.toml constraints/core.txt constraints/ray.txt
 	@VENV=$(RAY) tools/install torch
 	@VENV=$(RAY) tools/install ray
+	@touch $@
+
+$(TITAN)/titan.stamp: tools/install pyproject.toml constraints/core.txt constraints/dev.txt constraints/titan.txt
+	@VENV=$(TITAN) tools/install torch
+	@VENV=$(TITAN) tools/install titan
 	@touch $@
 
 $(VENV)/%.stamp: tools/install
