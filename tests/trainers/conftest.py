@@ -1,4 +1,4 @@
-"""Tests of Megatron, Ray, torchtitan and torchft are collected where these are installed: in environments of their own."""
+"""Tests of Megatron, Ray, torchtitan and torchft are collected where these are installed: in other environments."""
 
 from __future__ import annotations
 

@@ -42,7 +42,9 @@ def write_tokenizer(folder: Path) -> None:
     Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
 
 
-def train(job: Path, ranks: int, run: str, steps: int, *, tp: int = 1, pp: int = 1, again: str = "", **more: int) -> TorchrunResult:
+def train(
+    job: Path, ranks: int, run: str, steps: int, *, tp: int = 1, pp: int = 1, again: str = "", **more: int
+) -> TorchrunResult:
     last = [again] if again else []
     return run_torchrun(job, ranks, run, *map(str, (steps, more.get("killed", -1), tp, pp)), *last)
 

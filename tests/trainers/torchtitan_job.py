@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import holdfast
 from holdfast.data import GlobalOrder
 from tests.trainers import torchtitan_on_cpu  # noqa: F401 - before torchtitan
+
 from holdfast.trainers.torchtitan_manager import TorchtitanManager  # isort: skip
 from torchtitan.components.checkpointer import CheckpointManager  # isort: skip
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader  # isort: skip
@@ -113,7 +114,6 @@ def their_manager() -> Any:
 
 def our_manager() -> Any:
     memory = holdfast.Memory(node_dir=Path("node").resolve())
-    initial = {"initial_load_path": ASKED["INITIAL"], "initial_load_model_only": False} if "INITIAL" in ASKED else {}
     excluded = ASKED["EXCLUDED"].split() if "EXCLUDED" in ASKED else []
     return TorchtitanManager.Config(
         enable=True,
@@ -122,12 +122,13 @@ def our_manager() -> Any:
         keep_latest_k=3,
         memory=memory,
         exclude_from_loading=excluded,
-        **initial,
+        initial_load_path=ASKED.get("INITIAL"),
+        initial_load_model_only=False,
     )
 
 
 random.seed(0)
-np.random.seed(0)
+np.random.seed(0)  # noqa: NPY002 - the state of the process is saved
 config = llama3_debugmodel()
 config.model_spec.model.layers = config.model_spec.model.layers[:4]
 config.hf_assets_path = "tokenizer"

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
@@ -44,11 +43,10 @@ REPLACED: list[tuple[str, str, Any, str]] = [
     ("torchtitan.tools.utils", "device_type", "cpu", "meshes, placement of the model"),
     ("torchtitan.tools.utils", "device_module", CPU, "choice of the device, monitor of memory, barrier"),
     ("torchtitan.tools.utils", "get_peak_flops", lambda name: 1e12, "metrics, which look for GPUs with lspci"),
-    ("torch.distributed", "set_timeout", lambda timeout, group: _set_pg_timeout(timeout, group), "not in torch 2.13"),
+    ("torch.distributed", "set_timeout", _set_pg_timeout, "not in torch 2.13"),
     ("torchtitan.distributed.fsdp", "disable_fsdp_gradient_division", _divide_nothing, "gloo lacks PREMUL_SUM"),
     ("torchtitan.models.common.config_utils", "get_attention_config", _plain_attention, "flex has no backward on CPUs"),
 ]
 
 for _module, _name, _replacement, _ in REPLACED:
     setattr(importlib.import_module(_module), _name, _replacement)
-assert dist.is_available()

@@ -32,6 +32,7 @@ __all__ = ["TorchtitanManager"]
 
 #: The fields of the config that torchtitan does not have.
 _OWN: Final = ("save", "keep", "memory", "listeners", "timeout_s")
+_RANDOM: Final = "random"
 _ALONE: Final = "Leave it out; `holdfast export` writes weights alone, in another dtype and for Hugging Face."
 #: Options of torchtitan that have no place here, and what to do instead.
 _REFUSED: Final = {
@@ -46,8 +47,8 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
     parallelism: model, optimizers, schedulers, data loader, counts and random generators.
 
     Set ``config.checkpoint = TorchtitanManager.Config(enable=True)``. Checkpoints are those of a `Checkpointer`: steps
-    go on while they are copied, and nothing is gathered. Steps have torchtitan's numbers, which begin at 1. The last step
-    is always saved, whole.
+    go on while they are copied, and nothing is gathered. Steps have torchtitan's numbers, which begin at 1. The last
+    step is always saved, whole.
 
     Fields of torchtitan: `folder` below the dump folder is the run; `interval`, unless `save` is a policy;
     `keep_latest_k`, unless `keep` is one; `load_step`; `exclude_from_loading`; `enable_first_step_checkpoint`;
@@ -110,7 +111,8 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
         self.states = states
         self.states |= {MODEL: TitanParts(list(model_parts)), OPTIMIZER: optimizers, LR_SCHEDULER: lr_schedulers}
         self.states |= {} if dataloader is None else {DATALOADER: dataloader}
-        self._checkpointer = None if config.load_only else self._checkpointer_of({**states, "random": RandomState()})
+        self.states[_RANDOM] = RandomState()
+        self._checkpointer = None if config.load_only else self._checkpointer_of(self.states)
 
     def _checkpointer_of(self, state: Mapping[str, object]) -> Checkpointer:
         config = self._config
@@ -152,7 +154,8 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
             return False
         initial = {name: getattr(config, name) for name in dir(config) if name.startswith("initial_load_")}
         own = CheckpointManager.Config(enable=True, folder=config.folder, load_only=True, keep_latest_k=0, **initial)
-        others = {name: each for name, each in self.states.items() if name not in (MODEL, OPTIMIZER, LR_SCHEDULER)}
+        ours = (MODEL, OPTIMIZER, LR_SCHEDULER, DATALOADER, _RANDOM)
+        others = {name: each for name, each in self.states.items() if name not in ours}
         manager = CheckpointManager(own, states=others, base_folder=self._run, **self._built)
         return bool(manager.load())
 
