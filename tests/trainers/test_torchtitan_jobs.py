@@ -143,6 +143,7 @@ from torchtitan.config.manager import ConfigManager
 import sys, types
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from holdfast.trainers.torchtitan_manager import TorchtitanManager
+from holdfast.errors import ConfigurationError
 import holdfast, json, pytest
 
 def ours():
