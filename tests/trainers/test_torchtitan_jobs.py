@@ -121,11 +121,12 @@ def test_a_preempted_job_saves_its_step_and_goes_on(job: Path, monkeypatch: pyte
     monkeypatch.setenv("SIGNALLED", "3")
     status, lines = train(job, 2, "run", 6)
     assert status != 0
-    assert max(samples_of(lines)) == 3
-    assert holdfast.ls(job / "run")[0].step == 3
+    last = max(samples_of(lines))
+    assert last in (3, 4)  # ranks may agree one step later
+    assert holdfast.ls(job / "run")[0].step == last
     monkeypatch.delenv("SIGNALLED")
-    status, lines = train(job, 2, "run", 4)
-    assert (status, [*samples_of(lines)]) == (0, [4])
+    status, lines = train(job, 2, "run", last + 1)
+    assert (status, [*samples_of(lines)]) == (0, [last + 1])
 
 
 def test_the_example_of_the_guide_goes_on_with_other_parallelism(job: Path) -> None:
