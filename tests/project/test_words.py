@@ -56,9 +56,20 @@ def _imports(text: str) -> Iterator[tuple[str, str]]:
                 yield module, name
 
 
+def _defines(module: str, name: str) -> bool:
+    """Whether the text of a module defines a class or a function of that name."""
+    text = (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text()
+    return any(getattr(node, "name", None) == name for node in ast.parse(text).body)
+
+
 def _exists(module: str, name: str) -> bool:
-    if hasattr(importlib.import_module(module), name):
-        return True
+    try:
+        if hasattr(importlib.import_module(module), name):
+            return True
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("holdfast"):
+            raise
+        return _defines(module, name)  # it imports a library that has an environment of its own
     try:
         importlib.import_module(f"{module}.{name}")
     except ImportError:

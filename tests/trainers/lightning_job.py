@@ -1,7 +1,8 @@
 """A job of Lightning or of pytorch_lightning with its callback; torchrun runs it.
 
 Arguments: the package, the run, the number of steps, and the step in which the last rank kills itself. Each rank prints
-the samples of each step.
+the samples of each step. With SHARDED in the environment, FSDP2 shards the model. AGAIN is a run into which the job
+saves the model and the optimizer as it restored them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
@@ -30,13 +32,26 @@ else:
         PytorchLightningCheckpoint as Saves,
     )
 lightning = importlib.import_module(PACKAGE)
+strategies = importlib.import_module(
+    "pytorch_lightning.strategies" if PACKAGE[0] == "p" else "lightning.pytorch.strategies"
+)
 
 
 class Model(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(1, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+        norm = nn.LayerNorm(16) if "SHARDED" in os.environ else nn.BatchNorm1d(16)
+        self.layers = nn.Sequential(nn.Linear(1, 16), norm, nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def configure_model(self) -> None:
+        for layer in (*self.layers, self.layers) if "SHARDED" in os.environ else ():
+            fully_shard(layer, mesh=self.device_mesh["data_parallel"])
+
+    def on_train_start(self) -> None:
+        if "AGAIN" in os.environ:
+            restored = {"model": self.trainer.model, "optimizers": self.trainer.optimizers}
+            holdfast.save(os.environ["AGAIN"], restored, self.trainer.global_step - 1)
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         sys.stdout.write(f"{self.trainer.global_step:02} {RANK}: {batch[0].int().flatten().tolist()}\n")
@@ -60,12 +75,15 @@ order = GlobalOrder(24, global_batch_size=6, seed=7, rank=RANK, world_size=NUM_R
 keep = holdfast.KeepBest("val_loss") | holdfast.KeepLast(3)
 memory = holdfast.Memory(node_dir=Path("node").resolve())
 saves = Saves(RUN, save=holdfast.EverySteps(1), keep=keep, memory=memory, order=order)
+strategy: Any = "ddp"
+if "SHARDED" in os.environ:
+    strategy = strategies.ModelParallelStrategy(data_parallel_size=NUM_RANKS, tensor_parallel_size=1)
 lightning.Trainer(
     max_steps=NUM_STEPS,
     val_check_interval=3,
     callbacks=[saves],
     accelerator="cpu",
-    strategy="ddp",
+    strategy=strategy,
     devices=NUM_RANKS,
     logger=False,
     enable_progress_bar=False,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from holdfast.frameworks import metrics
+from holdfast.frameworks import metrics, titan_counts
 from holdfast.frameworks.random_generators import (
     RandomGenerators,
     read_numpy,
@@ -185,6 +185,10 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
         metrics.read_collection, metrics.write_collection, in_module=metrics.share_states
     ),
     ("torchmetrics.wrappers.tracker", "MetricTracker"): WholeObject(metrics.read_tracker, metrics.write_tracker),
+    ("torchft.optim", "OptimizerWrapper"): Wrapper("optim"),
+    # Its hooks split the one weight that it has, and gather it for that.
+    ("torchtitan.models.common.attention", "FusedQKVLinear"): Transparent(),
+    ("torchtitan.trainer", "Trainer"): WholeObject(titan_counts.read_counts, titan_counts.write_counts),
     ("bitsandbytes.optim.optimizer", "Optimizer8bit"): Transparent(),
     ("bitsandbytes.nn.modules", "Linear4bit"): _WEIGHTS_OF_4_BITS,
     ("bitsandbytes.nn.modules", "Linear8bitLt"): _WEIGHTS_OF_8_BITS,

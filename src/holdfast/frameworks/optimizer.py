@@ -18,6 +18,8 @@ which casts fp32 state of a bf16 parameter to bf16, and cannot load into a fresh
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.optim import Optimizer
 
 from holdfast.format.values import Open
@@ -41,30 +43,42 @@ class OptimizerAdapter:
 
     def describe(self, path: str, item: Optimizer, sink: Sink) -> bool:
         """As `Adapter.describe`. Passes the slots that only steps change to `Sink.later`."""
-        flatten_optimizer(path, item, sink)
-        kept = read_slots(path, item, sink)
-        describe_order(kept, item, sink)
-        sink.later(KeptGroups(kept))
-        if is_replayed(item):
-            sink.unsteady(entry.tensor for group in kept.groups for entry in group)
-        trained = [] if is_replayed(item) else stepped(kept)
-        sink.steps(item, trained)
-        ids = {id(entry.tensor) for entry in trained}
-        if not ids >= kept.kept.keys():
-            kept, free = kept.divided(ids)
-            free.describe(sink)
-        sink.later(kept)
+        describe_optimizer(path, item, sink, steppers=[item])
         return True
 
     def bind(self, path: str, item: Optimizer, source: BindingSource) -> Finish:
         """As `Adapter.bind`."""
-        node = source.nodes.get(path)
-        if node == Open("optimizer"):
-            return bind_optimizer(path, item, source)
-        if node is None:
-            source.missing(path)
-        elif (translated := as_optimizer(path, item, source)) is not None:
-            return bind_optimizer(path, item, translated)
-        else:
-            source.differs(path, "an optimizer")
-        return lambda: item
+        return bind_as_optimizer(path, item, source)
+
+
+def describe_optimizer(path: str, item: Optimizer, sink: Sink, *, steppers: Sequence[Optimizer]) -> None:
+    """Add an optimizer to `sink`. Its parameters change in the steps of the `steppers`, each of which has some of
+    them."""
+    flatten_optimizer(path, item, sink)
+    kept = read_slots(path, item, sink)
+    describe_order(kept, item, sink)
+    sink.later(KeptGroups(kept))
+    if is_replayed(item):
+        sink.unsteady(entry.tensor for group in kept.groups for entry in group)
+    trained = [] if is_replayed(item) else stepped(kept)
+    for stepper in steppers:
+        sink.steps(stepper, trained)
+    ids = {id(entry.tensor) for entry in trained}
+    if not ids >= kept.kept.keys():
+        kept, free = kept.divided(ids)
+        free.describe(sink)
+    sink.later(kept)
+
+
+def bind_as_optimizer(path: str, item: Optimizer, source: BindingSource) -> Finish:
+    """Bind an optimizer to what the checkpoint has at `path`."""
+    node = source.nodes.get(path)
+    if node == Open("optimizer"):
+        return bind_optimizer(path, item, source)
+    if node is None:
+        source.missing(path)
+    elif (translated := as_optimizer(path, item, source)) is not None:
+        return bind_optimizer(path, item, translated)
+    else:
+        source.differs(path, "an optimizer")
+    return lambda: item

@@ -19,14 +19,18 @@ from holdfast.frameworks.megatron_optimizer import MegatronOptimizerAdapter
 from holdfast.frameworks.module import ModuleAdapter
 from holdfast.frameworks.optimizer import OptimizerAdapter
 from holdfast.frameworks.stateful import StatefulAdapter, reading, writing
+from holdfast.frameworks.titan_containers import TitanLoaderAdapter, TitanModelAdapter, TitanOptimizersAdapter
 from holdfast.wording import kind_of
 
-#: In the order in which they are asked; DeepSpeed's engines are modules too. Always replaced as a whole, so that other
-#: threads see a complete tuple.
+#: In the order in which they are asked: DeepSpeed's engines are modules too, and torchtitan's container an optimizer.
+#: Always replaced as a whole, so that other threads see a complete tuple.
 _adapters: tuple[Adapter, ...] = (
     DeepSpeedAdapter(),
     MegatronModelAdapter(),
     MegatronOptimizerAdapter(),
+    TitanModelAdapter(),
+    TitanOptimizersAdapter(),
+    TitanLoaderAdapter(),
     ModuleAdapter(),
     OptimizerAdapter(),
     StatefulAdapter(),

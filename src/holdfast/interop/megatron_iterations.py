@@ -47,7 +47,7 @@ class IterationFolder(NamedTuple):
     iteration: int | None
 
 
-class _Config(msgspec.Struct, frozen=True):
+class _FolderConfig(msgspec.Struct, frozen=True):
     """The content of ``metadata.json``: the format of the folder."""
 
     sharded_backend: str
@@ -161,10 +161,10 @@ def _missing(found: IterationFolder, missing: Sequence[str]) -> HoldfastError:
     return damaged(found.path, "is not whole", action="Copy the missing files again.", details=details)
 
 
-def _config(found: IterationFolder) -> _Config:
+def _config(found: IterationFolder) -> _FolderConfig:
     key = found.prefix + CONFIG
     try:
-        return decode_json(found.folder.storage.read(key, limit=_MAX_CONFIG_NBYTES), _Config)
+        return decode_json(found.folder.storage.read(key, limit=_MAX_CONFIG_NBYTES), _FolderConfig)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         what = f"says nothing about the format ({error!s:.100}): its save did not finish"
         raise damaged(found.folder.path(key), what, action="Use another checkpoint.") from error
