@@ -14,7 +14,6 @@ from torch import nn
 import holdfast.view
 from holdfast.geometry import Shape
 from holdfast.state.flatten import flatten
-from holdfast.format.names import component, join
 from holdfast.store.base import Location
 
 #: The name under which live weights stand in the state that is transferred.
@@ -48,6 +47,46 @@ class WeightTable(msgspec.Struct, frozen=True):
     def weights(self) -> list[PublishedTensor]:
         """The weights of this table."""
         return [
-            PublishedTensor(name, getattr(torch, dtype), tuple(shape))
+            PublishedTensor(name, _dtype(dtype), tuple(shape))
             for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights of a checkpoint: `path` as `load` takes it, and the part `under` which they stand, such as ``model``."""
+
+    path: str | os.PathLike[str] | Location
+    under: str = "model"
+
+    def table(self) -> list[PublishedTensor]:
+        """The tensors of that part, by their names in it. Reads no tensor."""
+        prefix = f"{self.under}/"
+        stored = holdfast.view.open(self.path)
+        names = [name for name in stored.names() if name.startswith(prefix)]
+        return [
+            PublishedTensor(name.removeprefix(prefix), _dtype(view.dtype), view.shape)
+            for name in names
+            for view in (stored[name],)
+        ]
+
+
+#: What a trainer publishes: a module or tensors by name, in any layout that `save` takes; or a checkpoint.
+Weights = nn.Module | Mapping[str, object] | StoredWeights
+
+
+def live_table(weights: nn.Module | Mapping[str, object], *, rank: int, world_size: int) -> list[PublishedTensor]:
+    """The tensors of live weights, by their names in them. Copies nothing."""
+    flat = flatten({LIVE: weights}, rank=rank, world_size=world_size)
+    tensors = sorted(flat.tensors.items())
+    return [
+        PublishedTensor(name.removeprefix(f"{LIVE}/"), _dtype(local.layout.dtype), local.layout.shape)
+        for name, local in tensors
+    ]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype of torch")
+    return dtype
