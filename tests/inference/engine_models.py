@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
-import urllib.request
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from holdfast.inference import InferenceWorker
 
@@ -25,7 +26,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "layers.0.mlp.gate_proj.weight": (INNER, WIDTH),
     "layers.0.mlp.up_proj.weight": (INNER, WIDTH),
     "layers.0.mlp.down_proj.weight": (WIDTH, INNER),
-    "layers.0.rotary.inv_freq": (HEAD,),
+    "rotary.inv_freq": (HEAD,),
     "norm.weight": (WIDTH,),
 }
 
@@ -54,13 +55,10 @@ def fill(model: nn.Module, version: int) -> None:
     """Set the parameters of a trainer to a version."""
     for name, parameter in model.named_parameters():
         value = full(name, version)
-        local: Any = parameter
-        if hasattr(parameter, "device_mesh"):
-            from torch.distributed.tensor import distribute_tensor
-
-            local, value = parameter.to_local(), distribute_tensor(
-                value, parameter.device_mesh, parameter.placements
-            ).to_local()
+        local: Any = parameter.data
+        if isinstance(local, DTensor):
+            value = distribute_tensor(value, local.device_mesh, local.placements).to_local()
+            local = local.to_local()
         with torch.no_grad():
             local.copy_(value)
 

@@ -94,7 +94,9 @@ def discover(load_weights: LoadWeights, weights: Sequence[PublishedTensor], *, m
             code="incompatible.loader",
             action=_ACTION,
         )
-    return EngineNeeds(tuple(weights), {name: tuple(disjoint(boxes)) for name, boxes in recorder.boxes.items() if boxes})
+    return EngineNeeds(
+        tuple(weights), {name: tuple(disjoint(boxes)) for name, boxes in recorder.boxes.items() if boxes}
+    )
 
 
 def _memory(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -115,9 +115,7 @@ class Publisher:
         infos = []
         first = 0
         for number in num_workers:
-            start = UpdateStart(
-                address.host, address.port, self._ranks, first, total, WeightTable.of(table), timeout_s
-            )
+            start = UpdateStart(address.host, address.port, self._ranks, first, total, WeightTable.of(table), timeout_s)
             infos.append(msgspec.to_builtins(start))
             first += number
         self.needs: AgreedNeeds = self._beside(

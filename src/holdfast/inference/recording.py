@@ -46,7 +46,7 @@ class WeightPart:
     @property
     def strided(self) -> StridedView:
         """The elements of the weight."""
-        return StridedView(self.view.storage_offset(), self.shape, tuple(self.view.stride()))
+        return StridedView(int(self.view.storage_offset()), self.shape, tuple(self.view.stride()))
 
 
 class JoinedParts:
@@ -80,8 +80,8 @@ class LoadedWeight(torch.Tensor):
     def __new__(
         cls, content: WeightPart | JoinedParts, sink: CopySink, *, like: torch.Tensor, dtype: torch.dtype
     ) -> LoadedWeight:
-        made: LoadedWeight = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # noqa: SLF001
-            cls, like.shape, strides=like.stride(), dtype=dtype, device="cpu", requires_grad=False
+        made: LoadedWeight = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's own name for it
+            cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
         made.content = content
         made.sink = sink
@@ -90,7 +90,7 @@ class LoadedWeight(torch.Tensor):
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Do nothing: `__new__` has set everything, and that of torch takes no arguments."""
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LoadedWeight({', '.join(self.names())}, {tuple(self.shape)}, {self.dtype})"
 
     def names(self) -> list[str]:
@@ -100,7 +100,7 @@ class LoadedWeight(torch.Tensor):
         return [name for part in self.content.parts for name in part.names()]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return _follow(func, args, kwargs or {})
@@ -184,9 +184,7 @@ def _narrowed(
         if isinstance(sizes, int):
             sizes = [min(sizes, extent - at) for at in range(0, extent, sizes)]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return [
-            _slice(weight, joined, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)
-        ]
+        return [_slice(weight, joined, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
     raise _refusal(func, [weight])
 
 
@@ -226,11 +224,11 @@ def _refusal(func: Any, weights: Sequence[LoadedWeight]) -> IncompatibleError:
     )
 
 
-class ProtectedMemory(TorchDispatchMode):
+class ProtectedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, operations that would write to the given `tensors` do nothing."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {each.untyped_storage()._cdata for each in tensors}  # noqa: SLF001 - the storage's identity
 
     def __torch_dispatch__(

@@ -39,9 +39,9 @@ class ViewPart:
 
 
 class _Factor(NamedTuple):
-    """`count` steps of `step` elements along axis `axis` of the tensor, by axis `of` of the view. Axis -1: no step."""
+    """`steps` steps of `step` elements along axis `axis` of the tensor, by axis `of` of the view. Axis -1: no step."""
 
-    count: int
+    steps: int
     axis: int
     step: int
     of: int
@@ -97,18 +97,18 @@ def _part(shape: Shape, offset: int, within: Box, strides: Shape) -> ViewPart | 
     sizes = [1] * len(shape)
     for axis, extent in enumerate(shape):
         along = sorted((each for each in factors if each.axis == axis), key=lambda each: each.step)
-        if along and corner[axis] + sum(each.step * (each.count - 1) for each in along) >= extent:
+        if along and corner[axis] + sum(each.step * (each.steps - 1) for each in along) >= extent:
             return _Cut(along[-1].of, max(_count_of(within, along[-1]) // 2, 1))
         for each in along:
             if each.step != sizes[axis]:  # a gap, or elements that occur twice
                 return _Cut(each.of, max(_count_of(within, each) // 2, 1))
-            sizes[axis] *= each.count
+            sizes[axis] *= each.steps
     box = Box(corner, tuple(sizes))
     memory = _row_major(box.size)
     return ViewPart(
         within,
         box,
-        tuple(each.count for each in factors),
+        tuple(each.steps for each in factors),
         tuple(0 if each.axis < 0 else each.step * memory[each.axis] for each in factors),
     )
 
@@ -133,7 +133,7 @@ def _factors(shape: Shape, own: Shape, corner: Shape, number: int, count: int, s
         if corner[axis] + step * (count - 1) < shape[axis]:
             return [_Factor(count, axis, step, number), *inner]
         turn = shape[axis] // step  # steps until the next index of the axis before
-        before = prod(each.count for each in inner)
+        before = prod(each.steps for each in inner)
         if shape[axis] % step or corner[axis] >= step:
             return _Cut(number, before * -(-(shape[axis] - corner[axis]) // step))
         if count % turn:

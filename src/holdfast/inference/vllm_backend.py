@@ -43,7 +43,7 @@ class _VLLMModel:
         config.compilation_config.static_forward_context = {}
         dtype = self._owner.model_config.dtype
         with set_current_vllm_config(config), set_default_torch_dtype(dtype), torch.device("meta"):
-            model: nn.Module = initialize_model(config, model_config=self._owner.model_config)
+            model: Any = initialize_model(config, model_config=self._owner.model_config)
             return discover(model.load_weights, weights, model=model)
 
     def apply(self, version: StagedVersion) -> None:
@@ -104,7 +104,7 @@ class HoldfastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class HoldfastTrainerEngine(TrainerWeightTransferEngine[HoldfastTrainerInitInfo]):  # type: ignore[misc]
-    """The trainer's side in vLLM's own interface: a `Publisher` of the weights of a `holdfast.inference.weight_source`."""
+    """The trainer's side in vLLM's own interface: a `Publisher` of the weights of a `PublishedSource`."""
 
     init_info_cls = HoldfastTrainerInitInfo
 
@@ -116,7 +116,9 @@ class HoldfastTrainerEngine(TrainerWeightTransferEngine[HoldfastTrainerInitInfo]
     def trainer_init(cls, init_info: HoldfastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Make the publisher; collective over the trainer's ranks."""
         if not isinstance(source, PublishedSource):
-            raise TypeError("backend holdfast publishes a source that holdfast.inference.vllm_source made")
+            raise TypeError(
+                "backend holdfast publishes a source that is a holdfast.inference.weight_source.PublishedSource"
+            )
         publisher = Publisher(
             source.weights,
             (client,) if init_info.is_sender else (),

@@ -77,11 +77,11 @@ class EngineModel(Protocol):
 
 
 class ModuleEngine:
-    """An `EngineModel` of a module in its loading format: `load_weights` (default: the module's) fills parameters."""
+    """An `EngineModel` of a module in its loading format: `load_weights` fills its parameters."""
 
-    def __init__(self, model: nn.Module, load_weights: LoadWeights | None = None) -> None:
+    def __init__(self, model: nn.Module, load_weights: LoadWeights) -> None:
         self._model = model
-        self._load_weights: LoadWeights = load_weights or model.load_weights
+        self._load_weights = load_weights
 
     def discover(self, weights: Sequence[PublishedTensor]) -> EngineNeeds:
         """As `EngineModel.discover`."""
