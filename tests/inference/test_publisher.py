@@ -102,7 +102,7 @@ def die(ports: list[int], when: str) -> None:
         def killed(self: LiveFile, offset: int, out: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        LiveFile.read_at = killed  # type: ignore[assignment]
+        LiveFile.read_at = killed  # type: ignore[method-assign]
     if when == "finish":
         Publisher._finish = lambda self, version: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     train(ports, (3,))

@@ -1,4 +1,4 @@
-"""Ranks of several jobs that meet at a store of their own: those of a trainer and the workers of an inference engine."""
+"""Ranks of several jobs that meet at a store of their own: a trainer and the workers of an inference engine."""
 
 from __future__ import annotations
 

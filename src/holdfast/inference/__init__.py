@@ -1,7 +1,7 @@
 """Publish weights from a trainer, or from a checkpoint, to inference engines: vLLM, or any with a `load_weights`.
 
-The trainer makes a `Publisher`, each worker of an engine an `InferenceWorker`. For vLLM, ``holdfast.inference.vllm_backend``
-is that worker; vLLM finds it by itself as backend ``holdfast`` where holdfast is installed.
+The trainer makes a `Publisher`, each worker of an engine an `InferenceWorker`. vLLM finds such a worker by itself, as
+backend ``holdfast`` of its weight transfer (``holdfast.inference.vllm_backend``), where holdfast is installed.
 """
 
 from __future__ import annotations

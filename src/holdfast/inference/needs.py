@@ -125,7 +125,7 @@ def _boxes(part: WeightPart) -> Iterator[ViewPart]:
 
 
 class StagedVersion:
-    """Memory on the host for one version of the parts that a worker needs. The engine does not see it before `apply`."""
+    """Memory on the host for one version of the parts that a worker needs. `apply` shows it to the engine."""
 
     def __init__(self, needs: EngineNeeds) -> None:
         self.needs = needs

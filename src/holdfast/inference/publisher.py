@@ -70,8 +70,8 @@ class Publisher:
     the engines, and `num_workers` the number of workers of each. They matter on the first rank, and may be empty on the
     others. `host` is the address at which workers reach the first rank (default: found by its route).
 
-    The constructor has the engines discover what each worker needs, by running its own `load_weights` on tensors without
-    elements. `publish` then sends each worker exactly these parts; no tensor is gathered anywhere.
+    The constructor has the engines discover what each worker needs, by running its own `load_weights` on tensors that
+    have no elements. `publish` then sends each worker exactly these parts; no tensor is gathered anywhere.
 
     Raises:
         IncompatibleError: an engine's loader cannot be followed (``incompatible.loader`` names the operation).

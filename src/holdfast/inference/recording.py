@@ -77,9 +77,10 @@ class LoadedWeight(torch.Tensor):
         return LoadedWeight(WeightPart(weight, view), sink, like=view, dtype=weight.dtype)
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: PYI034 - torch makes the object, and knows its class only at run time
         cls, content: WeightPart | JoinedParts, sink: CopySink, *, like: torch.Tensor, dtype: torch.dtype
     ) -> LoadedWeight:
+        """Make a stand-in with the shape and strides of `like`."""
         made: LoadedWeight = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's own name for it
             cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu"), requires_grad=False
         )
@@ -115,7 +116,7 @@ def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
     weight = args[0] if args else None
     if not isinstance(weight, LoadedWeight):
-        raise _refusal(func, [each for each in _tensors((*args, *kwargs.values()))])
+        raise _refusal(func, list(_tensors((*args, *kwargs.values()))))
     if func in _SAME:
         return _like(weight, weight.content)
     if func in _CASTS:
@@ -176,7 +177,7 @@ def _narrowed(
     if func is _aten.slice.Tensor and not kwargs and (len(args) < 4 or args[3] == 1):
         dim = args[0] % weight.dim() if args else 0
         start, stop, _ = slice(*args[1:3]).indices(weight.shape[dim])
-        return _slice(weight, joined, dim, start, max(start, stop))
+        return _slice(joined, dim, start, max(start, stop))
     if func in (_aten.split.Tensor, _aten.split_with_sizes.default):
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % weight.dim()
         extent = weight.shape[dim]
@@ -184,11 +185,11 @@ def _narrowed(
         if isinstance(sizes, int):
             sizes = [min(sizes, extent - at) for at in range(0, extent, sizes)]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return [_slice(weight, joined, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        return [_slice(joined, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
     raise _refusal(func, [weight])
 
 
-def _slice(weight: LoadedWeight, joined: JoinedParts, dim: int, start: int, stop: int) -> LoadedWeight:
+def _slice(joined: JoinedParts, dim: int, start: int, stop: int) -> LoadedWeight:
     parts: list[torch.Tensor] = []
     begin = 0
     for part in joined.parts:
@@ -215,11 +216,11 @@ def _tensors(given: Sequence[object]) -> Iterator[LoadedWeight]:
 def _refusal(func: Any, weights: Sequence[LoadedWeight]) -> IncompatibleError:
     names = sorted({name for weight in weights for name in weight.names()})
     return IncompatibleError(
-        f"load_weights calls {func} on {', '.join(map(repr, names))}, which needs its elements or an order of them that "
-        "no view of the weight has, so the parts that this worker needs cannot be found without the weight.",
+        f"load_weights calls {func} on {', '.join(map(repr, names))}, which needs its elements, or an order of them "
+        "that no view of the weight has, so the parts that this worker needs cannot be found without the weight.",
         code="incompatible.loader",
-        action="Publish to this engine through a backend of its own that sends whole weights (holdfast.inference."
-        "weight_source feeds them), or change the loader to select with views and copy.",
+        action="Publish through a backend that sends whole weights (a PublishedSource feeds those of vLLM), or have "
+        "the loader select with views, and copy.",
         tensor=names[0] if names else None,
     )
 

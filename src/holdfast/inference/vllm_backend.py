@@ -29,7 +29,7 @@ BACKEND: Final = "holdfast"
 
 
 class _VLLMModel:
-    """The `EngineModel` of a vLLM worker. It discovers with a copy of the model on the meta device, because a model that
+    """The `EngineModel` of a vLLM worker. It discovers with a copy of the model on the meta device, since a model that
     serves may hold its weights in another form, and loads as vLLM reloads, which makes that form again."""
 
     def __init__(self, owner: WeightTransferEngine[Any, Any]) -> None:
@@ -116,9 +116,7 @@ class HoldfastTrainerEngine(TrainerWeightTransferEngine[HoldfastTrainerInitInfo]
     def trainer_init(cls, init_info: HoldfastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Make the publisher; collective over the trainer's ranks."""
         if not isinstance(source, PublishedSource):
-            raise TypeError(
-                "backend holdfast publishes a source that is a holdfast.inference.weight_source.PublishedSource"
-            )
+            raise TypeError("backend holdfast publishes a holdfast.inference.weight_source.PublishedSource")
         publisher = Publisher(
             source.weights,
             (client,) if init_info.is_sender else (),

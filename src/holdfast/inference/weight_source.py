@@ -1,7 +1,7 @@
 """A vLLM `WeightSource` over live weights or a checkpoint. It needs vLLM.
 
-Backend ``holdfast`` takes the weights out of it and sends parts. vLLM's other backends send whole tensors: for them, the
-source gathers or reads one tensor at a time, as their interface asks.
+Backend ``holdfast`` takes the weights out of it and sends parts. vLLM's other backends send whole tensors: for them,
+the source gathers or reads one tensor at a time, as their interface asks.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class WeightTable(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a checkpoint: `path` as `load` takes it, and the part `under` which they stand, such as ``model``."""
+    """The weights of a checkpoint: `path` as `load` takes it, and the part of the state that has them (`under`)."""
 
     path: str | os.PathLike[str] | Location
     under: str = "model"
@@ -88,5 +88,5 @@ def live_table(weights: nn.Module | Mapping[str, object], *, rank: int, world_si
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is no dtype of torch")  # noqa: TRY004 - the text is wrong, and has the right type
     return dtype

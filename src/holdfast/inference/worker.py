@@ -1,4 +1,4 @@
-"""The side of the inference engine: one worker that receives the parts it needs, and shows a version when it is whole."""
+"""The side of the inference engine: a worker that receives the parts it needs, and shows versions that are whole."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class UpdateStart(msgspec.Struct, frozen=True):
 
 
 class VersionUpdate(msgspec.Struct, frozen=True):
-    """What a publisher sends with `update_weights`: the checkpoint to read, and the part of it with the weights; without
-    a path, the weights come from the trainer."""
+    """What a publisher sends with `update_weights`: the checkpoint to read, and the part of it with the weights;
+    without a path, the weights come from the trainer."""
 
     path: str | None = None
     under: str = ""
@@ -95,8 +95,8 @@ class ModuleEngine:
 class InferenceWorker:
     """One worker of an inference engine, as number `index` of those that are updated together.
 
-    Its methods are the four phases of vLLM's weight transfer. `version` counts the versions that it shows; it changes in
-    `finish` alone, and only where everything has arrived. Until then the model stays as it is, whatever dies.
+    Its methods are the four phases of vLLM's weight transfer. `version` counts the versions that it has shown, and
+    changes in `finish` alone, only where everything has arrived. Until then the model stays as it is, whatever dies.
     """
 
     def __init__(self, engine: EngineModel, *, index: int = 0) -> None:
