@@ -1,5 +1,5 @@
 # Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed,
-# Megatron-core and Ray have one each of their own, in .venv-deepspeed, .venv-megatron and .venv-ray.
+# Megatron-core, Ray and vLLM have one each of their own, in .venv-deepspeed, .venv-megatron, .venv-ray and .venv-vllm.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -10,9 +10,10 @@ VENV := .venv
 DEEPSPEED := .venv-deepspeed
 MEGATRON := .venv-megatron
 RAY := .venv-ray
+VLLM := .venv-vllm
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-vllm test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -45,6 +46,9 @@ test-matrix: $(VENV)/dev.stamp $(DEEPSPEED)/deepspeed.stamp $(MEGATRON)/megatron
 test-ray: $(RAY)/ray.stamp
 	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py
 
+test-vllm: $(VLLM)/vllm.stamp
+	$(VLLM)/bin/pytest -q -m vllm -o faulthandler_timeout=280 tests/inference/test_vllm.py
+
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
 	PYTHONPATH=src python -m pytest -q -m gpu tests/snapshot/test_gpu.py
@@ -67,7 +71,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY)
+	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY) $(VLLM)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
@@ -86,6 +90,11 @@ $(MEGATRON)/megatron.stamp: tools/install pyproject.toml constraints/core.txt co
 $(RAY)/ray.stamp: tools/install pyproject.toml constraints/core.txt constraints/ray.txt
 	@VENV=$(RAY) tools/install torch
 	@VENV=$(RAY) tools/install ray
+	@touch $@
+
+$(VLLM)/vllm.stamp: tools/install pyproject.toml constraints/core.txt constraints/vllm.txt
+	@VENV=$(VLLM) tools/install torch
+	@VENV=$(VLLM) tools/install vllm
 	@touch $@
 
 $(VENV)/%.stamp: tools/install
