@@ -66,8 +66,9 @@ class Served:
             return json.loads(response.read())
 
     def tokens(self) -> list[int]:
-        sampling = {"max_tokens": LENGTH, "temperature": 0, "detokenize": False, "ignore_eos": True}
-        answer = self.ask("inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling})
+        greedy = {"max_tokens": LENGTH, "temperature": 0, "ignore_eos": True}
+        form = {"model": "tiny", "return_token_ids": True, "detokenize": False}
+        answer = self.ask("v1/completions", {"prompt": PROMPT, **greedy, **form})
         found: list[int] = answer["choices"][0]["token_ids"]
         return found
 
@@ -84,7 +85,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     options = (
-        f"--model {tmp_path / 'model'} --port {port} --host 127.0.0.1 --skip-tokenizer-init --dtype float32 "
+        f"--model {tmp_path / 'model'} --served-model-name tiny --port {port} --host 127.0.0.1 --skip-tokenizer-init --dtype float32 "
         "--enforce-eager --max-model-len 64 --max-num-seqs 2 --tensor-parallel-size 2 --no-enable-prefix-caching"
     )
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()]

@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.errors import IncompatibleError
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, intersect, subtract
-from holdfast.inference.recording import LoadedWeight, ProtectedMemory, WeightPart
+from holdfast.inference.loaded_weights import LoadedWeight, ProtectedMemory, WeightPart
 from holdfast.inference.strided_views import ViewPart, view_parts
 from holdfast.inference.weights import PublishedTensor
 

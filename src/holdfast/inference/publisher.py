@@ -89,7 +89,7 @@ class Publisher:
         timeout_s: float = 300.0,
     ) -> None:
         if len(clients) != len(num_workers):
-            raise ValueError(f"{len(clients)} clients, but {len(num_workers)} numbers of workers")
+            raise ValueError("num_workers has a number for each of clients")
         self._weights = weights
         self._clients = tuple(clients)
         self._group = group

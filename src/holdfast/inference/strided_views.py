@@ -47,7 +47,7 @@ class _Factor(NamedTuple):
     of: int
 
 
-class _Cut(NamedTuple):
+class _SplitAt(NamedTuple):
     """The view shows no single box; its parts before and after index `at` of `axis` may."""
 
     axis: int
@@ -85,23 +85,23 @@ def _halves(box: Box, axis: int, at: int) -> tuple[Box, Box]:
     return first, Box(tuple(start), tuple(size))
 
 
-def _part(shape: Shape, offset: int, within: Box, strides: Shape) -> ViewPart | _Cut:
+def _part(shape: Shape, offset: int, within: Box, strides: Shape) -> ViewPart | _SplitAt:
     own = _row_major(shape)
     corner = tuple(offset // stride % extent for stride, extent in zip(own, shape, strict=True))
     factors: list[_Factor] = []
     for number, (count, stride) in enumerate(zip(within.size, strides, strict=True)):
         found = _factors(shape, own, corner, number, count, stride)
-        if isinstance(found, _Cut):
+        if isinstance(found, _SplitAt):
             return found
         factors += found
     sizes = [1] * len(shape)
     for axis, extent in enumerate(shape):
         along = sorted((each for each in factors if each.axis == axis), key=lambda each: each.step)
         if along and corner[axis] + sum(each.step * (each.steps - 1) for each in along) >= extent:
-            return _Cut(along[-1].of, max(_count_of(within, along[-1]) // 2, 1))
+            return _SplitAt(along[-1].of, max(_count_of(within, along[-1]) // 2, 1))
         for each in along:
             if each.step != sizes[axis]:  # a gap, or elements that occur twice
-                return _Cut(each.of, max(_count_of(within, each) // 2, 1))
+                return _SplitAt(each.of, max(_count_of(within, each) // 2, 1))
             sizes[axis] *= each.steps
     box = Box(corner, tuple(sizes))
     memory = _row_major(box.size)
@@ -117,7 +117,7 @@ def _count_of(within: Box, factor: _Factor) -> int:
     return within.size[factor.of]
 
 
-def _factors(shape: Shape, own: Shape, corner: Shape, number: int, count: int, stride: int) -> list[_Factor] | _Cut:
+def _factors(shape: Shape, own: Shape, corner: Shape, number: int, count: int, stride: int) -> list[_Factor] | _SplitAt:
     """Axis `number` of a view, as steps along axes of the tensor, outermost first."""
     if count == 1:
         return []
@@ -128,16 +128,16 @@ def _factors(shape: Shape, own: Shape, corner: Shape, number: int, count: int, s
     while count > 1:
         axis = next((k for k, s in enumerate(own) if shape[k] > 1 and s <= stride < s * shape[k]), None)
         if axis is None or stride % own[axis]:
-            return _Cut(number, whole_count // 2)
+            return _SplitAt(number, whole_count // 2)
         step = stride // own[axis]
         if corner[axis] + step * (count - 1) < shape[axis]:
             return [_Factor(count, axis, step, number), *inner]
         turn = shape[axis] // step  # steps until the next index of the axis before
         before = prod(each.steps for each in inner)
         if shape[axis] % step or corner[axis] >= step:
-            return _Cut(number, before * -(-(shape[axis] - corner[axis]) // step))
+            return _SplitAt(number, before * -(-(shape[axis] - corner[axis]) // step))
         if count % turn:
-            return _Cut(number, before * (count // turn * turn))
+            return _SplitAt(number, before * (count // turn * turn))
         inner = [_Factor(turn, axis, step, number), *inner]
         count, stride = count // turn, stride * turn
     return inner

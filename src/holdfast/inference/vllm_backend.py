@@ -6,23 +6,31 @@ vLLM calls `register` in each of its processes (an entry point of the group ``vl
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightTransferEngine
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferEngine,
+    materialize_full_tensor,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+import holdfast.view
 from holdfast.inference.needs import EngineNeeds, StagedVersion, discover
 from holdfast.inference.publisher import Publisher
-from holdfast.inference.weight_source import PublishedSource
-from holdfast.inference.weights import PublishedTensor
+from holdfast.inference.weights import PublishedTensor, StoredWeights, Weights, live_table
 from holdfast.inference.worker import InferenceWorker
 
 BACKEND: Final = "holdfast"
@@ -92,6 +100,41 @@ class HoldfastWeightTransferEngine(WeightTransferEngine[Mapping[str, object], Ma
         """Forget the trainer."""
 
 
+class PublishedSource(WeightSource):  # type: ignore[misc]
+    """vLLM's `WeightSource` over `weights`, as `Publisher` takes them: a module, tensors by name, or a checkpoint.
+
+    Backend ``holdfast`` takes the weights out of it and sends parts. vLLM's other backends send whole tensors: for them,
+    the source gathers or reads one tensor at a time, as their interface asks.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def metadata(self) -> list[ParamMeta]:
+        """The names, dtypes and whole shapes of all weights; reads and gathers nothing."""
+        if isinstance(self.weights, StoredWeights):
+            table = self.weights.table()
+        else:
+            rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            table = live_table(self.weights, rank=rank, world_size=size)
+        return [ParamMeta(each.name, each.dtype, each.shape) for each in table]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each weight, whole, in the order of `metadata`. Collective for weights that are divided."""
+        names = [each.name for each in self.metadata()]
+        if isinstance(self.weights, StoredWeights):
+            view = holdfast.view.open(self.weights.path)
+            for name in names:
+                yield name, view[f"{self.weights.under}/{name}"][...]
+            return
+        held = self.weights.state_dict() if isinstance(self.weights, nn.Module) else self.weights
+        for name in names:
+            tensor = held[name]
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name!r} is no tensor: this backend of vLLM sends whole tensors only")
+            yield name, materialize_full_tensor(tensor.detach())
+
+
 @dataclass
 class HoldfastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
     """What the trainer's side needs: the number of the engine's workers, and as `Publisher` a host and a deadline."""
@@ -116,7 +159,7 @@ class HoldfastTrainerEngine(TrainerWeightTransferEngine[HoldfastTrainerInitInfo]
     def trainer_init(cls, init_info: HoldfastTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Make the publisher; collective over the trainer's ranks."""
         if not isinstance(source, PublishedSource):
-            raise TypeError("backend holdfast publishes a holdfast.inference.weight_source.PublishedSource")
+            raise TypeError("backend holdfast publishes a PublishedSource")
         publisher = Publisher(
             source.weights,
             (client,) if init_info.is_sender else (),
