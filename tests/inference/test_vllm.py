@@ -1,4 +1,4 @@
-"""Publishing to the real vLLM, on CPUs: its server with two tensor-parallel workers, and a trainer of two FSDP2 ranks."""
+"""Publishing to the real vLLM, on CPUs: its server with two tensor-parallel workers, and a trainer of two ranks."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def served(tmp_path: Path) -> Iterator[Served]:
         "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
     }  # fmt: skip
     options = (
-        f"--model {tmp_path / 'model'} --served-model-name tiny --port {port} --host 127.0.0.1 --skip-tokenizer-init --dtype float32 "
+        f"--model {tmp_path / 'model'} --served-model-name tiny --port {port} --host 127.0.0.1 "
+        "--skip-tokenizer-init --dtype float32 "
         "--enforce-eager --max-model-len 64 --max-num-seqs 2 --tensor-parallel-size 2 --no-enable-prefix-caching"
     )
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()]
@@ -107,14 +108,16 @@ def served(tmp_path: Path) -> Iterator[Served]:
         server.wait()
 
 
-def train(url: str, versions: tuple[int, ...], dies: bool) -> list[PublishReport]:
+def train(url: str, versions: tuple[int, ...], dies: str) -> list[PublishReport]:
     model: nn.Module = build(0)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     first = dist.get_rank() == 0
     publisher = Publisher(
-        model, [HTTPEngineClient(url)] if first else (), (2,) if first else (), host="127.0.0.1", timeout_s=60
+        model, [HTTPEngineClient(url)] if first else (), (2,) if first else (), host="127.0.0.1", timeout_s=30
     )
-    if dies:
+    if dies == "transfer" and not first:
+        publisher._move = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+    if dies == "finish":
         publisher._finish = lambda version: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     reports = []
     for version in versions:
@@ -135,14 +138,15 @@ def train(url: str, versions: tuple[int, ...], dies: bool) -> list[PublishReport
 
 def test_vllm_generates_what_the_trainer_does_and_gets_no_byte_more(served: Served) -> None:
     assert served.tokens() == generated(0)
-    for reports in run_ranks(2, train, served.url, (1, 2), False, timeout_s=120):
+    for reports in run_ranks(2, train, served.url, (1, 2), "", timeout_s=120):
         for report in reports:
             assert report.sent_nbytes == report.distinct_nbytes == 4 * sum(p.numel() for p in build(0).parameters())
             assert report.received_nbytes == report.needed_nbytes
             assert report.unread == ()
     assert (served.tokens(), served.version()) == (generated(2), "2")
-    with pytest.raises(RanksFailedError):
-        run_ranks(2, train, served.url, (3,), True, timeout_s=120)
-    assert (served.tokens(), served.version()) == (generated(2), "2")
-    run_ranks(1, train, served.url, (4,), False, timeout_s=120)
+    for when in ("transfer", "finish"):
+        with pytest.raises(RanksFailedError):
+            run_ranks(2, train, served.url, (3,), when, timeout_s=120)
+        assert (served.tokens(), served.version()) == (generated(2), "2")
+    run_ranks(1, train, served.url, (4,), "", timeout_s=120)
     assert (served.tokens(), served.version()) == (generated(4), "4")

@@ -96,7 +96,6 @@ class Publisher:
         self._timeout_s = timeout_s
         self._ranks = group_ranks(group)
         self._kept = TransferSource()
-        self._is_first = True
         deadline = Deadline(timeout_s)
         channel = default_channel(_LABEL, group, deadline=deadline)
         self._rank = channel.rank
@@ -124,6 +123,13 @@ class Publisher:
             else [],
             lambda: agree_on_needs(self._meeting, WorkerNeeds({}), table, timeout_s),
         )
+
+        first_ranks = [len(self._ranks) + sum(num_workers[:number]) for number in range(len(num_workers))]
+        #: For each engine, whether it is in an update that was not finished, of this trainer or one that died.
+        self._is_open = [
+            any(rank in self.needs.open_ranks for rank in range(first, first + number))
+            for first, number in zip(first_ranks, num_workers, strict=True)
+        ]
 
     def publish(self, version: str | None = None) -> PublishReport:
         """Send the weights as they are now, and return when every engine shows them. Collective; do not change the
@@ -155,22 +161,19 @@ class Publisher:
     def _start(self) -> None:
         if self._rank != 0:
             return
-        for client in self._clients:
-            try:
-                client.start_weight_update()
-            except Exception:
-                if not self._is_first:
-                    raise
-                # A trainer that died may have left an update open. Its parts were dropped when this one initialised the
-                # engine, so that to finish it shows nothing new.
+        for number, client in enumerate(self._clients):
+            if self._is_open[number]:
+                client.update_weights(msgspec.to_builtins(VersionUpdate(drop=True)))
                 client.finish_weight_update()
-                client.start_weight_update()
-        self._is_first = False
+                self._is_open[number] = False
+            client.start_weight_update()
+            self._is_open[number] = True
 
     def _finish(self, version: str | None) -> None:
         if self._rank == 0:
-            for client in self._clients:
+            for number, client in enumerate(self._clients):
                 client.finish_weight_update(version)
+                self._is_open[number] = False
 
     def _beside(self, calls: Sequence[Callable[[], None]], work: Callable[[], T]) -> T:
         """The result of `work`, while `calls` to engines run, which return when their part of it is done."""

@@ -6,7 +6,8 @@ vLLM calls `register` in each of its processes (an entry point of the group ``vl
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
@@ -28,12 +29,15 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 import holdfast.view
+from holdfast.errors import HoldfastError
 from holdfast.inference.needs import EngineNeeds, StagedVersion, discover
 from holdfast.inference.publisher import Publisher
 from holdfast.inference.weights import PublishedTensor, StoredWeights, Weights, live_table
 from holdfast.inference.worker import InferenceWorker
 
 BACKEND: Final = "holdfast"
+
+_log = logging.getLogger(__name__)
 
 
 class _VLLMModel:
@@ -75,26 +79,40 @@ class HoldfastWeightTransferEngine(WeightTransferEngine[Mapping[str, object], Ma
         parallel = vllm_config.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self.worker = InferenceWorker(_VLLMModel(self), index=index)
+        self._failure: HoldfastError | None = None
 
     def init_transfer_engine(self, init_info: Mapping[str, object]) -> None:
-        """As `InferenceWorker.init`."""
-        self.worker.init(init_info)
+        """As `InferenceWorker.init`, but raises no error of holdfast: all trainer ranks have it. (After an error of one
+        worker, vLLM mistakes the answers of the others for those to its next call.)"""
+        self._failure = None
+        self._keep(lambda: self.worker.init(init_info))
 
     def start_weight_update(self) -> None:
         """As `InferenceWorker.start`."""
+        self._failure = None
         self.worker.start()
 
     def receive_weights(self, update_info: Mapping[str, object]) -> None:
-        """As `InferenceWorker.update`."""
-        self.worker.update(update_info)
+        """As `InferenceWorker.update`, but its errors are raised by `finish_weight_update`."""
+        self._failure = None
+        self._keep(lambda: self.worker.update(update_info))
 
     def update_weights(self, update_info: Mapping[str, object]) -> None:
-        """As `InferenceWorker.update`. The device has nothing to wait for: what arrives waits on the host."""
-        self.worker.update(update_info)
+        """As `receive_weights`. The device has nothing to wait for: what arrives waits on the host."""
+        self.receive_weights(update_info)
 
     def finish_weight_update(self) -> None:
-        """As `InferenceWorker.finish`."""
+        """As `InferenceWorker.finish`; raises the error of an update that failed, so that no label is given to it."""
+        if self._failure is not None:
+            raise self._failure
         self.worker.finish()
+
+    def _keep(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except HoldfastError as error:
+            _log.warning("The last version of the weights stays: %s", error)
+            self._failure = error
 
     def shutdown(self) -> None:
         """Forget the trainer."""
@@ -103,8 +121,8 @@ class HoldfastWeightTransferEngine(WeightTransferEngine[Mapping[str, object], Ma
 class PublishedSource(WeightSource):  # type: ignore[misc]
     """vLLM's `WeightSource` over `weights`, as `Publisher` takes them: a module, tensors by name, or a checkpoint.
 
-    Backend ``holdfast`` takes the weights out of it and sends parts. vLLM's other backends send whole tensors: for them,
-    the source gathers or reads one tensor at a time, as their interface asks.
+    Backend ``holdfast`` takes the weights out of it and sends parts. vLLM's other backends send whole tensors; for
+    them, the source gathers or reads one tensor at a time, as their interface asks.
     """
 
     def __init__(self, weights: Weights) -> None:

@@ -38,25 +38,32 @@ class UpdateStart(msgspec.Struct, frozen=True):
 
 
 class VersionUpdate(msgspec.Struct, frozen=True):
-    """What a publisher sends with `update_weights`: the checkpoint to read, and the part of it with the weights;
-    without a path, the weights come from the trainer."""
+    """What a publisher sends with `update_weights`: the checkpoint to read, and the part of it with the weights.
+
+    Without a path, the weights come from the trainer. With `drop`, nothing comes, and the open update shows nothing.
+    """
 
     path: str | None = None
     under: str = ""
+    drop: bool = False
 
 
 class WorkerNeeds(msgspec.Struct, frozen=True):
-    """The message of one process before the first version: the boxes that it needs of each weight, by number."""
+    """The message of one process before the first version: the boxes that it needs of each weight, by number; and
+    whether it is in an update that another trainer began."""
 
     boxes: dict[int, tuple[Box, ...]]
+    is_open: bool = False
 
 
 class AgreedNeeds(msgspec.Struct, frozen=True):
-    """The bytes that all workers need: together, and each once; and the weights that no worker reads."""
+    """The bytes that all workers need: together, and each once; the weights that no worker reads; and the ranks in the
+    group that are in an update of another trainer."""
 
     needed_nbytes: int
     distinct_nbytes: int
     unread: tuple[str, ...]
+    open_ranks: tuple[int, ...] = ()
 
 
 class MovedBytes(msgspec.Struct, frozen=True):
@@ -107,6 +114,7 @@ class InferenceWorker:
         self._group: StoreGroup | None = None
         self._kept = TransferSource()
         self._staged: StagedVersion | None = None
+        self._is_open = False
 
     def init(self, info: Mapping[str, object]) -> None:
         """Meet the trainer, and find out what this worker needs. Drops what an earlier trainer has sent."""
@@ -117,12 +125,18 @@ class InferenceWorker:
         self._group = StoreGroup(store, rank=rank, world_size=world_size)
         self._start, self._kept, self._staged = start, TransferSource(), None
         needs = attempt(lambda: self._engine.discover(start.weights.weights()))
-        agree_on_needs(self._group, told(needs, _message), start.weights.weights(), start.timeout_s)
+        agree_on_needs(self._group, told(needs, self._message), start.weights.weights(), start.timeout_s)
         if isinstance(needs, EngineNeeds):
             self._staged = StagedVersion(needs)
 
+    def _message(self, needs: EngineNeeds) -> WorkerNeeds:
+        numbered = enumerate(needs.weights)
+        boxes = {number: needs.boxes[each.name] for number, each in numbered if each.name in needs.boxes}
+        return WorkerNeeds(boxes, self._is_open)
+
     def start(self) -> None:
         """Begin a version; drops one that was not finished."""
+        self._is_open = True
         if self._staged is not None:
             self._staged.is_whole = False
 
@@ -137,6 +151,8 @@ class InferenceWorker:
             )
         staged, group, timeout_s = self._staged, self._group, self._start.timeout_s
         staged.is_whole = False
+        if update.drop:
+            return
         if update.path is not None:
             loaded = attempt(lambda: load(update.path or "", {update.under: staged.target()}, select=update.under))
             moved = told(loaded, lambda report: MovedBytes(report.read_nbytes, report.needed_nbytes))
@@ -148,6 +164,7 @@ class InferenceWorker:
 
     def finish(self) -> None:
         """Show the version that has arrived whole; without one, keep the last."""
+        self._is_open = False
         if self._staged is not None and self._staged.is_whole:
             self._engine.apply(self._staged)
             self._staged.is_whole = False
@@ -201,12 +218,6 @@ def agree_on_needs(
     return answer
 
 
-def _message(needs: EngineNeeds) -> WorkerNeeds:
-    return WorkerNeeds(
-        {number: needs.boxes[each.name] for number, each in enumerate(needs.weights) if each.name in needs.boxes}
-    )
-
-
 def _united(workers: Sequence[WorkerNeeds], weights: Sequence[PublishedTensor]) -> AgreedNeeds:
     needed, distinct, unread = 0, 0, []
     for number, weight in enumerate(weights):
@@ -215,4 +226,5 @@ def _united(workers: Sequence[WorkerNeeds], weights: Sequence[PublishedTensor]) 
         distinct += weight.dtype.itemsize * sum(box.numel for box in disjoint(boxes))
         if not boxes:
             unread.append(weight.name)
-    return AgreedNeeds(needed, distinct, tuple(unread))
+    open_ranks = tuple(rank for rank, worker in enumerate(workers) if worker.is_open)
+    return AgreedNeeds(needed, distinct, tuple(unread), open_ranks)
