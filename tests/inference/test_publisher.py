@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -135,4 +136,9 @@ def test_a_checkpoint_is_published_and_the_workers_read_their_parts_of_it(engine
     report = publisher.publish()
     assert report.received_nbytes == report.needed_nbytes == models.needed_nbytes(WORKERS)
     assert engines.shown() == ["1 [1]"] * 3
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "publishing.md").read_text()
+    code = next(each for each in re.findall(r"```py\n(.*?)```", guide, re.DOTALL) if "Publisher(" in each)
+    code = code.replace("http://engine:8000", f"http://127.0.0.1:{engines.ports[2]}").replace("[2])", "[1])")
+    exec(code, {"model": model, "num_steps": 2, "train": lambda step: models.fill(model, step + 2)})
+    assert engines.shown() == ["1 [1]", "1 [1]", "3 [3]"]
     engines.end()
