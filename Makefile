@@ -8,7 +8,7 @@
 
 VENV := .venv
 #: The layers that have environments of their own.
-APART := deepspeed megatron planes ray titan
+APART := deepspeed megatron planes ray titan vllm
 export PYTHON TORCH_INDEX
 
 .PHONY: demo test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
@@ -51,6 +51,9 @@ test-ray: .venv-ray/layer.stamp
 test-titan: .venv-titan/layer.stamp
 	.venv-titan/bin/pytest -q -m titan -o faulthandler_timeout=380 \
 		tests/trainers/test_torchtitan_jobs.py tests/trainers/test_torchft.py
+
+test-vllm: .venv-vllm/layer.stamp
+	.venv-vllm/bin/pytest -q -m vllm -o faulthandler_timeout=280 tests/inference/test_vllm.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:

@@ -97,7 +97,8 @@ class DataFiles:
             deliver = Delivery(self.files, reads, wants, targets).take
             extents = np.stack([reads.starts, reads.stops], axis=1)
             open_ = self._opening(reads.file, reads.data_start, reads.data_nbytes, verify, open_reader)
-            yield reads.file, ReadJob(reads.data_nbytes, open_, extents, deliver, verify and self.has_digests)
+            exact = not self.has_digests and self.holders is not None
+            yield reads.file, ReadJob(reads.data_nbytes, open_, extents, deliver, verify and self.has_digests, exact)
 
     def read(
         self, wants: Sequence[ReadRequest], targets: Targets, *, verify: bool = True, first_file: int = 0

@@ -41,7 +41,7 @@ class TcpTransport:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._listener = socket.create_server((_own_host(), 0), backlog=1024)
+        self._listener = socket.create_server((own_host(), 0), backlog=1024)
         self._links: dict[int, _Link] = {}
         self._connections: list[socket.socket] = []
         host, port = self._listener.getsockname()[:2]
@@ -223,7 +223,7 @@ class _Turns:
             self._changed.notify_all()
 
 
-def _own_host() -> str:
+def own_host() -> str:
     """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``."""
     master = os.environ.get("MASTER_ADDR", "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

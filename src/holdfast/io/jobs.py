@@ -64,18 +64,21 @@ class ReadJob(NamedTuple):
     extents: Sequence[Extent] | Int64s
     deliver: Deliver
     verify: bool = True
+    #: Whether the file is memory, of which nothing but the extents has to be read.
+    exact: bool = False
 
     def ranges(self) -> Int64s:
         """The ranges to read, as rows ``start, stop``: whole blocks of the data section, with neighbours merged.
 
-        Without verification, whole pages instead of blocks. Raises `ValueError` for extents out of order or bounds.
+        Without verification, whole pages instead of blocks, and of memory no more than the extents. Raises `ValueError`
+        for extents out of order or bounds.
         """
         starts, stops = np.asarray(self.extents, np.int64).reshape(-1, 2).T
         wrong = (starts > stops) | (stops > self.data_nbytes) | (starts < np.r_[0, starts[:-1]])
         if wrong.any():
             at = int(np.argmax(wrong))
             raise ValueError(f"[{starts[at]}, {stops[at]}) is out of order or not in {self.data_nbytes} bytes")
-        grain = BLOCK_NBYTES if self.verify else _PAGE_NBYTES
+        grain = BLOCK_NBYTES if self.verify else 1 if self.exact else _PAGE_NBYTES
         filled = starts < stops
         lows = starts[filled] // grain * grain
         highs = np.maximum.accumulate(np.minimum(-(-stops[filled] // grain) * grain, self.data_nbytes))

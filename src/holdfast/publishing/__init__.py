@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -88,26 +88,43 @@ def transfer(
     globs = None if select is None else Globs(select)
     deadline = Deadline(timeout_s)
     channel = default_channel("transfer", group, deadline=deadline)
+    ranks = group_ranks(group)
+    kept = _sources.setdefault(ranks, TransferSource())
+    return transfer_over(channel, ranks, source_state, target_state, select=globs, deadline=deadline, kept=kept)
+
+
+def transfer_over(
+    channel: Channel,
+    ranks: tuple[int, ...],
+    source_state: Mapping[str, object] | None,
+    target_state: Mapping[str, object] | None,
+    *,
+    select: Globs | None,
+    deadline: Deadline,
+    kept: TransferSource,
+) -> TransferReport:
+    """As `transfer`, between the ranks of `channel`, which layouts call by the numbers `ranks`. `kept` belongs to this
+    group of ranks, and goes with its transfers."""
     with TimeLimit(deadline.for_storage_s) as limit:
-        operation = _Transfer(channel, deadline, group_ranks(group), limit)
-        report = operation.run(_given(source_state), _given(target_state), globs)
+        operation = _Transfer(channel, deadline, ranks, limit, kept)
+        report = operation.run(_given(source_state), _given(target_state), select)
     channel.await_readers(deadline)
     return report
 
 
 @dataclass
-class _TransferSource:
+class TransferSource:
     """A rank's memory of the last transfer in a group: the plan of the source, and its data files. It is valid for
     every transfer by that plan. `live` has this rank's file only during a transfer, so that no memory of a state is
     kept alive."""
 
-    known: PlanCache[DecodedTable]
-    live: FilesInMemory
+    known: PlanCache[DecodedTable] = field(default_factory=PlanCache)
+    live: FilesInMemory = field(default_factory=lambda: FilesInMemory(NAME))
     files: DataFiles | None = None
 
 
 #: The last transfer's source, by the ranks of the group.
-_sources: dict[tuple[int, ...], _TransferSource] = {}
+_sources: dict[tuple[int, ...], TransferSource] = {}
 
 
 class _BoundTransfer(NamedTuple):
@@ -122,14 +139,16 @@ class _BoundTransfer(NamedTuple):
 class _Transfer:
     """One transfer on one rank. `ranks` are the global ranks of the group, in its order."""
 
-    def __init__(self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], limit: TimeLimit) -> None:
+    def __init__(
+        self, channel: Channel, deadline: Deadline, ranks: tuple[int, ...], limit: TimeLimit, kept: TransferSource
+    ) -> None:
         self._channel = channel
         self._deadline = deadline
         self._ranks = ranks
         self._rank = ranks[channel.rank]
         self._limit = limit
         self._watch = Stopwatch()
-        self._source = _sources.setdefault(ranks, _TransferSource(PlanCache(), FilesInMemory(NAME)))
+        self._source = kept
         known = self._source.known
         # Copies that differ are always an error, since any choice of one to publish would be arbitrary.
         self._planner = Planner(Announcing(), ranks, known.memory, what="transfer", strict=True)
