@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Final
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError
 from holdfast.exporting.chosen_tensors import ChosenContent, choose
 from holdfast.exporting.element_source import check_equal
+from holdfast.exporting.folder_writer import write_folder
 from holdfast.exporting.hugging_face_folder import hugging_face_folder
-from holdfast.exporting.new_folder import NewFolder, write_folder
+from holdfast.exporting.new_folder import NewFolder
 from holdfast.exporting.peft_folder import peft_folder
 from holdfast.format.patterns import Globs
 from holdfast.interop.formats import find_state
@@ -26,12 +26,13 @@ from holdfast.mapping.parts import is_floating
 from holdfast.mapping.rules import checked_rules
 from holdfast.options import checked_number
 from holdfast.phases import LOG
-from holdfast.progress import PATIENCE_S, progress
+from holdfast.progress import counted
 from holdfast.reports import ExportReport
 from holdfast.run.leases import leased
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
+from holdfast.workers import Workforce, on_executor
 
 __all__ = ["export"]
 
@@ -53,6 +54,8 @@ def export(
     shard_nbytes: int = SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
     adapter: str | None = None,
+    executor: Executor | None = None,
+    read_back: bool = False,
 ) -> ExportReport:
     """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
     Hugging Face's loaders read them, ``"peft"``, the weights of one adapter as `PeftModel.from_pretrained` reads them,
@@ -62,8 +65,12 @@ def export(
 
     Blocking. Call it in one process. Needs no model and no GPU; only the last three need torch. Reads each stored
     block once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are
-    durable on return, and the index (``.metadata``) is written last. After an interruption the same call continues, and
-    keeps the files that are finished.
+    durable on return, and the index (``.metadata``) is written last. After an interruption the same call continues: it
+    reads the files that are finished, compares them with the digests that were recorded, and keeps them.
+
+    Workers of `executor`, any of `concurrent.futures` and its like, write the files at the same time, each with so much
+    memory. They must see `path` and `dst` under the same names. Without it, threads of this process do. With
+    `read_back`, each new file is read again when it is written, and compared.
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
     state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` and ``"deepspeed-universal"``
@@ -82,9 +89,39 @@ def export(
         ConfigurationError: `dst` holds something else, or the options do not fit together; nothing is written.
         IncompatibleError: a rule or a glob fits nothing, two tensors would get one name, or the format has no such
             dtype or no place for a part of the state; nothing is written.
-        CorruptError: stored bytes are damaged.
-        StorageError: the disk is full, or a store failed.
+        CorruptError: stored bytes are damaged, or those read back are not those that were written.
+        StorageError: the disk is full, a store failed, or a worker died (``storage.worker``).
     """
+    return export_by(
+        on_executor(executor),
+        path,
+        dst,
+        to,
+        select=select,
+        mapping=mapping,
+        dtype=dtype,
+        shard_nbytes=shard_nbytes,
+        config=config,
+        adapter=adapter,
+        read_back=read_back,
+    )
+
+
+def export_by(
+    workforce: Workforce,
+    path: str | os.PathLike[str] | Location,
+    dst: str | os.PathLike[str],
+    to: str,
+    *,
+    select: str | Sequence[str] | None,
+    mapping: Sequence[Rule] | None,
+    dtype: str | None,
+    shard_nbytes: int,
+    config: str | os.PathLike[str] | None,
+    adapter: str | None,
+    read_back: bool,
+) -> ExportReport:
+    """As `export`, with workers that are chosen when the work is known."""
     _check_format(to, config, adapter)
     rules = _rules(mapping, dtype)
     globs = None if select is None else Globs(select)
@@ -98,7 +135,8 @@ def export(
         _find_places(state, choice)
         check_equal(state, choice.equal)
         folder = _folder(choice, to, state, limit, config, dtype=dtype, adapter=adapter)
-        return _written(state, folder, os.fspath(dst), to, len(choice.values), began)
+        number = len(choice.values)
+        return _written(state, folder, os.fspath(dst), to, number, began, workforce=workforce, read_back=read_back)
     finally:
         if lease is not None:
             lease.end()
@@ -178,12 +216,24 @@ def _folder(
     return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
 
 
-def _written(state: StoredState, folder: NewFolder, dst: str, to: str, num_values: int, began: float) -> ExportReport:
+def _written(
+    state: StoredState,
+    folder: NewFolder,
+    dst: str,
+    to: str,
+    num_values: int,
+    began: float,
+    *,
+    workforce: Workforce,
+    read_back: bool,
+) -> ExportReport:
     name = iteration_name(state.record.step) if to == "megatron" else ""
     storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
-    with _counting(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
+    with counted(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
         finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
-        written = write_folder(storage, folder, state, advance=advance, finish=finish)
+        written = write_folder(
+            storage, folder, state, workforce=workforce, advance=advance, read_back=read_back, finish=finish
+        )
     report = ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),
@@ -200,18 +250,3 @@ def _written(state: StoredState, folder: NewFolder, dst: str, to: str, num_value
     )
     LOG.info("exported %s, to %s", report.summary, report.path)
     return report
-
-
-@contextmanager
-def _counting(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar at a terminal while the block runs. Gives a function that advances it by bytes, from any thread."""
-    done, lock = 0, Lock()
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-
-    with progress(description, after_s=PATIENCE_S) as meter:
-        meter.follow(total, lambda: done)
-        yield advance
