@@ -26,9 +26,7 @@ CheckpointsArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
 WorkersOption = Annotated[
     int | None,
-    typer.Option(
-        "--workers", metavar="N", min=1, help="Processes that write; 1 is this one. Default: what pays."
-    ),
+    typer.Option("--workers", metavar="N", min=1, help="Processes that write; 1 is this one. Default: what pays."),
 ]
 ReadBackOption = Annotated[bool, typer.Option("--read-back", help="Read each new file again, and compare its digest.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

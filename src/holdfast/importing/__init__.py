@@ -34,8 +34,8 @@ def import_checkpoint(
     """Write the checkpoint of another system at `src` into the new run `run`, as the checkpoint of `step`.
 
     Blocking. Call it in one process. Needs no model, no GPU and no torch. Reads and writes each byte once, in
-    data files of 1 GiB or of one tensor. The checkpoint is durable and committed on return; before, none is visible. After an
-    interruption the same call continues: it keeps the data files that match their digests, which it reads for that.
+    data files of 1 GiB or of one tensor. The checkpoint is durable and committed on return; before, none is visible.
+    After an interruption the same call continues: it keeps the data files that match their digests, which it reads.
 
     Workers of `executor`, any of `concurrent.futures` and its like, write the files at the same time, each with 48 MiB
     of buffers. They must see `src` and `run` under the same names. Without it, threads of this process do. With

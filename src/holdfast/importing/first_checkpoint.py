@@ -57,7 +57,6 @@ def import_state(
     *,
     workforce: Workforce | None = None,
     advance: Callable[[int], None] = lambda _: None,
-    file_nbytes: int = FILE_NBYTES,
     read_back: bool = False,
 ) -> ImportedState:
     """Write `state` into the run at the root of `storage`, as its first checkpoint, of `step`. Blocks until it is
@@ -74,7 +73,7 @@ def import_state(
     nodes = dict(state.nodes)  # reads all values, before anything is written
     state.find_places(range(len(state.manifest.body.names)))
     packed = pack_values(nodes)
-    template = _template(state, nodes, packed, file_nbytes)
+    template = _template(state, nodes, packed)
     run = Run.create(storage)
     epoch, stored = _begin(run, template, _digest(state, step, packed), step)
     for leftover in storage.leftovers(f"{records.CHECKPOINTS}/{stored.folder}"):
@@ -140,10 +139,10 @@ def _checkpoint_id(run: Run, template: ManifestTemplate, digest: str, epoch: int
     return whole.hexdigest()
 
 
-def _template(state: StoredState, nodes: Mapping[str, Node], packed: bytes, file_nbytes: int) -> ManifestTemplate:
+def _template(state: StoredState, nodes: Mapping[str, Node], packed: bytes) -> ManifestTemplate:
     """The manifest of a checkpoint that holds each tensor in one piece, and the values in its first file."""
     tables, manifest = StateTables(), state.manifest
-    files = _files_of(state, file_nbytes)
+    files = _files_of(state)
     num_files = max(files, default=0) + 1
     for number, name in enumerate(manifest.body.names):
         sizes = np.asarray([manifest.shape(number)], np.int64)
@@ -158,7 +157,7 @@ def _template(state: StoredState, nodes: Mapping[str, Node], packed: bytes, file
     return ManifestTemplate(msgspec.structs.replace(body, world_size=num_files), blobs)
 
 
-def _files_of(state: StoredState, file_nbytes: int) -> list[int]:
+def _files_of(state: StoredState) -> list[int]:
     """For each tensor the data file that gets it: one after another as they lie in the files of `state`, so that each
     of these is read by few workers."""
     sizes = [_nbytes(state, number) for number in range(len(state.manifest.body.names))]
@@ -166,7 +165,7 @@ def _files_of(state: StoredState, file_nbytes: int) -> list[int]:
     files = [0] * len(sizes)
     begun, held = 0, 0
     for number in order:
-        if held and held + sizes[number] > file_nbytes:
+        if held and held + sizes[number] > FILE_NBYTES:
             begun, held = begun + 1, 0
         files[number] = begun
         held += sizes[number]
