@@ -1,5 +1,6 @@
 # Every target brings what it needs: a virtual environment in .venv, filled layer by layer by tools/install. DeepSpeed,
-# Megatron-core and Ray have one each of their own, in .venv-deepspeed, .venv-megatron and .venv-ray.
+# Megatron-core, Ray, and Dask with MPI have one each of their own, in .venv-deepspeed, .venv-megatron, .venv-ray and
+# .venv-executors.
 #
 #   PYTHON=/path/to/python     the interpreter to build .venv with (default: python3.11, else python3)
 #   TORCH_INDEX=<index URL>    another index to take the CPU build of torch from
@@ -10,9 +11,12 @@ VENV := .venv
 DEEPSPEED := .venv-deepspeed
 MEGATRON := .venv-megatron
 RAY := .venv-ray
+EXECUTORS := .venv-executors
 export PYTHON TORCH_INDEX
 
 .PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-gpu lint bench tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-ray test-executors test-gpu lint bench \
+	tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
@@ -43,7 +47,11 @@ test-matrix: $(VENV)/dev.stamp $(DEEPSPEED)/deepspeed.stamp $(MEGATRON)/megatron
 		$(VENV)/bin/pytest -q -m matrix -o faulthandler_timeout=580 tests/jobs/test_matrix.py
 
 test-ray: $(RAY)/ray.stamp
-	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py
+	$(RAY)/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py \
+		tests/importing/test_ray_executor.py
+
+test-executors: $(EXECUTORS)/executors.stamp
+	$(EXECUTORS)/bin/pytest -q -m executors -o faulthandler_timeout=280 tests/importing/test_dask_and_mpi.py
 
 # Not in .venv, whose torch knows no GPU: in the environment at hand, which has pytest too.
 test-gpu:
@@ -67,7 +75,7 @@ docs: $(VENV)/dev.stamp
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY)
+	rm -rf $(VENV) $(DEEPSPEED) $(MEGATRON) $(RAY) $(EXECUTORS)
 
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
@@ -86,6 +94,11 @@ $(MEGATRON)/megatron.stamp: tools/install pyproject.toml constraints/core.txt co
 $(RAY)/ray.stamp: tools/install pyproject.toml constraints/core.txt constraints/ray.txt
 	@VENV=$(RAY) tools/install torch
 	@VENV=$(RAY) tools/install ray
+	@touch $@
+
+$(EXECUTORS)/executors.stamp: tools/install pyproject.toml constraints/core.txt constraints/executors.txt
+	@VENV=$(EXECUTORS) tools/install torch
+	@VENV=$(EXECUTORS) tools/install executors
 	@touch $@
 
 $(VENV)/%.stamp: tools/install

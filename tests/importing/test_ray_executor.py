@@ -30,7 +30,7 @@ def workers() -> Iterator[Executor]:
 def ray_executor() -> Executor:
     """The adapter of the guide."""
     guide = (Path(__file__).parents[2] / "docs/guides/foreign.md").read_text()
-    (text,) = [part.partition("```")[0] for part in guide.split("```python\n") if "class RayExecutor" in part]
+    (text,) = [part.partition("```")[0] for part in guide.split("```py\n") if "class RayExecutor" in part]
     names: dict[str, type[Executor]] = {}
     exec(text, names)
     return names["RayExecutor"]()

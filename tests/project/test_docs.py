@@ -112,7 +112,7 @@ ALL = (
     *("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "ls", "pin", "unpin", "remove"),
     *("Auto", "EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
     *("dcp.async_save", "dcp.load", "dcp.save"),
-    *("export", "register_adapter", "register_tensor", "register_value", "save", "transfer"),
+    *("export", "import_checkpoint", "register_adapter", "register_tensor", "register_value", "save", "transfer"),
     *(f"data.{name}" for name in holdfast.data.__all__ if name != "ShardSource"),
 )
 

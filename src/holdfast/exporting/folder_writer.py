@@ -56,7 +56,7 @@ class WrittenFolder:
 
 
 @dataclass(frozen=True)
-class FoundFiles:
+class ExportedFiles:
     """The files of an earlier call: for each its recorded digest, or None; and the records. `is_whole` says that all
     files had been written."""
 
@@ -65,7 +65,7 @@ class FoundFiles:
     is_whole: bool
 
 
-def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> FoundFiles:
+def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> ExportedFiles:
     """The files of `folder` that an earlier, interrupted export has written into the place `storage`.
 
     Raises `ConfigurationError`, code ``config.destination``, where the place holds anything else.
@@ -98,7 +98,7 @@ def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> Fou
         if name != RECORD_NAME:
             known = decode_json(storage.read(name), FilesRecord).files
             digests |= {file: digest for file, digest in known.items() if file in digests}
-    return FoundFiles(digests, tuple(records), bool(records) and RECORD_NAME not in records)
+    return ExportedFiles(digests, tuple(records), bool(records) and RECORD_NAME not in records)
 
 
 def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
@@ -168,7 +168,7 @@ def write_folder(
 
 
 def _tasks(
-    storage: Store, folder: NewFolder, state: StoredState, found: FoundFiles, read_back: bool
+    storage: Store, folder: NewFolder, state: StoredState, found: ExportedFiles, read_back: bool
 ) -> list[FilesTask]:
     """The work on the files with tensors."""
     source, record = StoredSource.of(state), msgspec.json.encode(_record(folder, state))
@@ -227,7 +227,7 @@ def _remove_leftovers(storage: Store, folder: NewFolder) -> None:
             storage.delete(f"{above}/{leftover}" if above else leftover)
 
 
-def _create(storage: Store, name: str, data: bytes, found: FoundFiles, kept: list[str]) -> int:
+def _create(storage: Store, name: str, data: bytes, found: ExportedFiles, kept: list[str]) -> int:
     """Create a small file; one with the same bytes is `kept`. Returns the bytes written."""
     if name in found.digests:
         if storage.read(name) == data:
