@@ -67,6 +67,7 @@ def export(path: str, dst: str, options: ExportOptions, *, as_json: bool) -> Non
             config=options.config or None,
             adapter=options.adapter or None,
             read_back=options.read_back,
+            shown=not as_json,
         )
     except ValueError as error:  # a dtype or a glob that is wrong by itself
         raise _invalid(f"{error}.", "Correct the option.") from error

@@ -14,7 +14,7 @@ from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError
 from holdfast.exporting.chosen_tensors import ChosenContent, choose
 from holdfast.exporting.element_source import check_equal
-from holdfast.exporting.folder_writer import write_folder
+from holdfast.exporting.folder_writer import WrittenFolder, write_folder
 from holdfast.exporting.hugging_face_folder import hugging_face_folder
 from holdfast.exporting.new_folder import NewFolder
 from holdfast.exporting.peft_folder import peft_folder
@@ -30,7 +30,7 @@ from holdfast.progress import counted
 from holdfast.reports import ExportReport
 from holdfast.run.leases import leased
 from holdfast.run.paths import parse
-from holdfast.store.base import Location
+from holdfast.store.base import Location, Store
 from holdfast.store.urls import location_of, open_store
 from holdfast.workers import Workforce, on_executor
 
@@ -120,8 +120,9 @@ def export_by(
     config: str | os.PathLike[str] | None,
     adapter: str | None,
     read_back: bool,
+    shown: bool = True,
 ) -> ExportReport:
-    """As `export`, with workers that are chosen when the work is known."""
+    """As `export`, with workers that are chosen when the work is known. `shown` allows a bar."""
     _check_format(to, config, adapter)
     rules = _rules(mapping, dtype)
     globs = None if select is None else Globs(select)
@@ -135,8 +136,15 @@ def export_by(
         _find_places(state, choice)
         check_equal(state, choice.equal)
         folder = _folder(choice, to, state, limit, config, dtype=dtype, adapter=adapter)
-        number = len(choice.values)
-        return _written(state, folder, os.fspath(dst), to, number, began, workforce=workforce, read_back=read_back)
+        name, above = iteration_name(state.record.step) if to == "megatron" else "", os.fspath(dst)
+        storage = open_store(location_of(f"{above.rstrip('/')}/{name}" if name else above))
+        nbytes = sum(file.data_nbytes for file in folder.files)
+        with counted(f"exporting to {storage.location}", nbytes, shown=shown) as advance:
+            finish = partial(write_tracker, open_store(location_of(above)), name) if name else None
+            written = write_folder(
+                storage, folder, state, workforce=workforce, advance=advance, read_back=read_back, finish=finish
+            )
+        return _report(state, folder, storage, written, to, len(choice.values), seconds=time.monotonic() - began)
     finally:
         if lease is not None:
             lease.end()
@@ -216,24 +224,16 @@ def _folder(
     return hugging_face_folder(choice, identity=identity, shard_nbytes=shard_nbytes, config=source, dtype=dtype)
 
 
-def _written(
+def _report(
     state: StoredState,
     folder: NewFolder,
-    dst: str,
+    storage: Store,
+    written: WrittenFolder,
     to: str,
     num_values: int,
-    began: float,
     *,
-    workforce: Workforce,
-    read_back: bool,
+    seconds: float,
 ) -> ExportReport:
-    name = iteration_name(state.record.step) if to == "megatron" else ""
-    storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
-    with counted(f"exporting to {storage.location}", sum(file.data_nbytes for file in folder.files)) as advance:
-        finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
-        written = write_folder(
-            storage, folder, state, workforce=workforce, advance=advance, read_back=read_back, finish=finish
-        )
     report = ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),
@@ -246,7 +246,7 @@ def _written(
         written_nbytes=written.nbytes,
         read_nbytes=written.bytes_read,
         verified=state.has_digests,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
     )
     LOG.info("exported %s, to %s", report.summary, report.path)
     return report
