@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -12,12 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.cli import run as run_command
 from holdfast.exporting import file_tasks
 from holdfast.importing import first_checkpoint
-from holdfast.store.base import Bytes
+from holdfast.interop.formats import find_state
+from holdfast.interop.stored_source import StoredSource, shared_store
+from holdfast.run.paths import parse
+from holdfast.store.base import Bytes, Location
 from holdfast.store.posix import PosixWriter
 from tests.support.command_line import damage, holdfast_command
 from tests.support.dying_writers import die_in_file
@@ -29,6 +34,7 @@ from tests.support.executor_work import (
     check_work,
     exported,
     imported,
+    tensors,
     write_source,
 )
 from tests.support.nursery import start
@@ -232,3 +238,26 @@ def test_a_pool_that_forks_is_refused(tmp_path: Path, run: Path) -> None:
     with pytest.raises(TypeError, match=r"must be a concurrent\.futures\.Executor"):
         exported(run, tmp_path / "hf", "hf", "processes")  # type: ignore[arg-type]
     assert not (tmp_path / "hf").exists()
+
+
+def test_workers_open_any_source_that_a_path_can_name(tmp_path: Path, run: Path) -> None:
+    torch.save(tensors(), tmp_path / "file.pt")
+    (alone,) = (run / "checkpoints").iterdir()
+    shutil.copytree(alone, tmp_path / "alone")
+    with ThreadPoolExecutor(2) as threads:
+        for number, source in enumerate(["file.pt", "alone", "source", "run@step=7", "run@1.1"]):
+            exported(tmp_path / source, tmp_path / f"hf{number}", "hf", threads)
+            check_export(tmp_path / f"hf{number}")
+        imported(tmp_path / "file.pt", tmp_path / "other", threads)
+    check_run(tmp_path / "other")
+
+
+def test_a_worker_that_sees_another_checkpoint_says_so(tmp_path: Path, run: Path) -> None:
+    source = StoredSource.of(find_state(parse(run)).state)
+    with pytest.raises(holdfast.StorageError, match="finds another checkpoint at") as caught:
+        source._replace(identity="0" * 16).open()
+    assert caught.value.code == "storage.not_shared"
+    with pytest.raises(holdfast.StorageError, match="sees other bytes in"):
+        shared_store(Location(str(run)), "holdfast.json", b"{}")
+    with pytest.raises(holdfast.StorageError, match="does not see"):
+        shared_store(Location(str(tmp_path / "none")), "holdfast.json", b"{}")
