@@ -72,8 +72,9 @@ def _paying(nbytes: int) -> int:
 def run_tasks(tasks: Sequence[Task[T]], executor: Executor, *, finished: Callable[[T], None]) -> None:
     """Run all tasks on `executor`, and call `finished` with the result of each, in this thread, in any order.
 
-    Blocks until all have ended. After an error, tasks that wait are cancelled, and those that run end first, so that
-    nothing writes behind the caller's back; after an interrupt they may go on.
+    Blocks until all have ended. After an error, tasks that wait are cancelled, and those that run end first, where the
+    executor says which ones run; after an interrupt, or on Ray, they may go on. Then they cannot do harm: a file whose
+    temporary name is gone is never published.
 
     Raises the first `HoldfastError` of a task, and `StorageError`, code ``storage.worker``, where a worker died or
     raised anything else: it names the files that were not finished.
@@ -110,9 +111,8 @@ def _attempt(task: Task[T]) -> _Outcome[T]:
 
 
 def _settle(futures: Mapping[Future[Any], object]) -> None:
-    for future in futures:
-        future.cancel()
-    wait(futures)
+    # A future that is cancelled ends only where its executor says so, and `wait` would wait for that.
+    wait([future for future in futures if not future.cancel()])
 
 
 def _lost(error: Exception, futures: Mapping[Future[Any], Task[Any]], unfinished: Sequence[Task[Any]]) -> StorageError:
