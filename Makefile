@@ -14,9 +14,8 @@ RAY := .venv-ray
 EXECUTORS := .venv-executors
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-gpu lint bench tables docs clean
-.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-ray test-executors test-gpu lint bench \
-	tables docs clean
+.PHONY: demo test test-slow test-frameworks test-deepspeed test-megatron test-matrix test-ray test-executors test-gpu lint \
+	bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
