@@ -8,7 +8,7 @@
 
 VENV := .venv
 #: The layers that have environments of their own.
-APART := deepspeed megatron planes ray titan vllm
+APART := deepspeed executors megatron planes ray titan vllm
 export PYTHON TORCH_INDEX
 
 .PHONY: demo test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
@@ -33,6 +33,9 @@ test-deepspeed: .venv-deepspeed/layer.stamp
 		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py \
 		tests/interop/test_deepspeed_universal.py tests/trainers/test_accelerate_deepspeed.py
 
+test-executors: .venv-executors/layer.stamp
+	.venv-executors/bin/pytest -q -m executors -o faulthandler_timeout=280 tests/importing/test_dask_and_mpi.py
+
 test-megatron: .venv-megatron/layer.stamp
 	.venv-megatron/bin/pytest -q -m megatron -o faulthandler_timeout=280 \
 		tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py
@@ -46,7 +49,8 @@ test-planes: .venv-planes/layer.stamp
 	.venv-planes/bin/pytest -q -m planes -o faulthandler_timeout=280 tests/frameworks/test_quantised.py
 
 test-ray: .venv-ray/layer.stamp
-	.venv-ray/bin/pytest -q -m ray -o faulthandler_timeout=380 tests/trainers/test_ray_train.py
+	.venv-ray/bin/pytest -q -m ray -o faulthandler_timeout=380 \
+		tests/trainers/test_ray_train.py tests/importing/test_ray_executor.py
 
 test-titan: .venv-titan/layer.stamp
 	.venv-titan/bin/pytest -q -m titan -o faulthandler_timeout=380 \

@@ -34,8 +34,8 @@ from bench.zero import (
     write_zero,
     zero_to_fp32,
 )
+from holdfast.importing.first_checkpoint import import_state
 from holdfast.interop.formats import find_state
-from holdfast.interop.importing import import_state
 from holdfast.run.by_path import parse_run
 from holdfast.run.paths import parse
 from holdfast.store.urls import open_store

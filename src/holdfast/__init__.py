@@ -37,13 +37,14 @@ if TYPE_CHECKING:
     from holdfast.frameworks.piecewise import Piecewise
     from holdfast.frameworks.registry import register_adapter
     from holdfast.geometry import Box, FlatRange
+    from holdfast.importing import import_checkpoint
     from holdfast.loading import load
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
-    from holdfast.reports import ExportReport, LoadReport, SaveReport, TransferReport
+    from holdfast.reports import ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
     from holdfast.run.save_requests import request_save
@@ -63,6 +64,7 @@ _HOMES = {
     "save": "holdfast.saving",
     "load": "holdfast.loading",
     "export": "holdfast.exporting",
+    "import_checkpoint": "holdfast.importing",
     "plan_load": "holdfast.loading.load_plan",
     "LoadPlan": "holdfast.loading.load_plan",
     "open": "holdfast.view",
@@ -70,6 +72,7 @@ _HOMES = {
     "LazyTensor": "holdfast.view",
     "SaveReport": "holdfast.reports",
     "ExportReport": "holdfast.reports",
+    "ImportReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
@@ -119,6 +122,7 @@ __all__ = [
     "FlatRange",
     "Handle",
     "HoldfastError",
+    "ImportReport",
     "IncompatibleError",
     "KeepBest",
     "KeepEvery",
@@ -148,6 +152,7 @@ __all__ = [
     "data",
     "dcp",
     "export",
+    "import_checkpoint",
     "load",
     "ls",
     "mapping",

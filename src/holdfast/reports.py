@@ -183,6 +183,35 @@ class ExportReport:
         return printed("ExportReport", self.summary, self.path, f"read {size(self.read_nbytes)}", *lines)
 
 
+@dataclass(frozen=True, repr=False)
+class ImportReport:
+    """A checkpoint of another system that was written into the run at `path`, as the one of `step` at `place`.
+
+    `kind` says what it was. ``nbytes`` counts the bytes of all its data files; `kept` are those of them that an
+    interrupted import had finished before, ``written_nbytes`` counts the bytes of the others.
+    """
+
+    step: int
+    place: str
+    path: str
+    kind: str
+    num_tensors: int
+    num_values: int
+    nbytes: int
+    kept: tuple[str, ...]
+    written_nbytes: int
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One line about the import: its origin, step, place, number of tensors, size and duration."""
+        held = f"{count(self.num_tensors, 'tensor')}, {count(self.num_values, 'value')}, {size(self.nbytes)}"
+        return f"{self.kind} as {origin(self.step, self.place)}: {held} in {self.seconds:.2f} s"
+
+    def __repr__(self) -> str:
+        return printed("ImportReport", self.summary, self.path, *listed("finished earlier", self.kept))
+
+
 def origin(step: int, place: str) -> str:
     """Which checkpoint was read, for a report."""
     return "a foreign checkpoint" if not place else f"step {step} at {place}"

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast.errors import IncompatibleError
-from holdfast.exporting import dcp_folder, new_folder
+from holdfast.exporting import dcp_folder, file_tasks
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
 from holdfast.io.writer import write_file
@@ -121,7 +121,7 @@ def test_tensors_lie_in_several_archives_and_windows_where_they_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_folder, "MAX_NBYTES", 5000)
-    monkeypatch.setattr(new_folder, "WINDOW_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(file_tasks, "WINDOW_NBYTES", BLOCK_NBYTES)
     state = {"w": torch.randn(3, 40, 700), "row": torch.arange(2_000_000, dtype=torch.int16), "one": torch.tensor(1.5)}
     holdfast.save(tmp_path / "run", state, 1)
     holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp", shard_nbytes=1_500_000)
@@ -236,7 +236,7 @@ def test_an_export_that_failed_goes_on_after_its_finished_files(
             raise KeyboardInterrupt
         return write(*arguments, **options)
 
-    monkeypatch.setattr(new_folder, "write_file", fails)
+    monkeypatch.setattr(file_tasks, "write_file", fails)
     with pytest.raises(KeyboardInterrupt):
         holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp", shard_nbytes=400_000)
     assert not (tmp_path / "dcp" / ".metadata").exists()

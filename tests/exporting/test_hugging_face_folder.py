@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.errors import ConfigurationError, IncompatibleError
-from holdfast.exporting import new_folder
+from holdfast.exporting import file_tasks
 from holdfast.exporting.chosen_tensors import without_common_container
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of 1 MiB, so that tensors lie in several."""
-    monkeypatch.setattr(new_folder, "WINDOW_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(file_tasks, "WINDOW_NBYTES", BLOCK_NBYTES)
 
 
 def in_folder(folder: Path) -> dict[str, torch.Tensor]:

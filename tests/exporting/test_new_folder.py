@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 import holdfast
-from holdfast import exporting
+from holdfast import progress
 from holdfast.errors import ConfigurationError, CorruptError, StorageError
-from holdfast.exporting import new_folder
-from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.exporting.file_tasks import RECORD_NAME
 from holdfast.io.meter import Meter
+from holdfast.store.posix import PosixStore
 from tests.exporting.exported_runs import bits
 from tests.support.command_line import ENVIRONMENT, damage
 
@@ -28,14 +28,14 @@ from tests.support.command_line import ENVIRONMENT, damage
 KILLED = """
 import os, signal, sys
 import holdfast
-from holdfast.exporting import new_folder
-write, begun = new_folder.write_file, []
+from holdfast.exporting import file_tasks
+write, begun = file_tasks.write_file, []
 def killed(writer, *arguments, **options):
     begun.append(writer)
     if len(begun) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return write(writer, *arguments, **options)
-new_folder.write_file = killed
+file_tasks.write_file = killed
 holdfast.export(sys.argv[1], sys.argv[2], shard_nbytes=1_000_000)
 """
 INDEX = "model.safetensors.index.json"
@@ -66,7 +66,9 @@ def is_whole(folder: Path) -> bool:
 def test_an_export_that_was_killed_shows_it_and_goes_on_with_the_files_that_lack(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "hf"
     killed(run, folder)
-    assert sorted(path.name for path in folder.iterdir() if path.name[0] != ".") == [RECORD_NAME, *SHARDS[:2]]
+    found = sorted(path.name for path in folder.iterdir() if path.name[0] != ".")
+    records = ["holdfast-export-000000.json", "holdfast-export-000001.json", RECORD_NAME]
+    assert found == [*records, *SHARDS[:2]]
     written = [(folder / name).stat() for name in SHARDS[:2]]
     report = holdfast.export(run, folder, shard_nbytes=1_000_000)
     assert report.kept == tuple(SHARDS[:2])
@@ -85,7 +87,7 @@ def test_the_progress_counts_every_byte_of_the_new_folder_once_also_those_that_w
         meters.append(Meter())
         yield meters[-1]
 
-    monkeypatch.setattr(exporting, "progress", shown)
+    monkeypatch.setattr(progress, "progress", shown)
     killed(run, tmp_path / "hf")
     for folder in (tmp_path / "hf", tmp_path / "other"):
         holdfast.export(run, folder, shard_nbytes=1_000_000)
@@ -93,21 +95,35 @@ def test_the_progress_counts_every_byte_of_the_new_folder_once_also_those_that_w
     assert [(meter.total, meter.done) for meter in meters] == [(needed, needed)] * 2
 
 
-def test_a_kill_before_the_record_is_removed_loses_nothing(
+def test_a_kill_while_the_records_are_removed_loses_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record: dict[str, bytes] = {}
-    check = new_folder._create
+    class PulledError(Exception):
+        pass
 
-    def kept(*arguments: object) -> None:
-        record.setdefault("data", (tmp_path / "hf" / RECORD_NAME).read_bytes())
-        check(*arguments)  # type: ignore[arg-type]
+    delete, whole = PosixStore.delete, {"export": 0}
 
-    monkeypatch.setattr(new_folder, "_create", kept)
-    holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
-    (tmp_path / "hf" / RECORD_NAME).write_bytes(record["data"])
+    def pulled(store: PosixStore, key: str) -> bool:
+        if key.startswith("holdfast-export"):
+            whole["export"] += 1
+            if whole["export"] == 4:
+                raise PulledError
+        return delete(store, key)
+
+    monkeypatch.setattr(PosixStore, "delete", pulled)
+    with pytest.raises(PulledError):
+        holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    assert len(list((tmp_path / "hf").glob("holdfast-export*"))) == 2
     report = holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
     assert (report.kept, report.written_nbytes, report.read_nbytes) == ((*SHARDS, INDEX), 0, 0)
+    assert is_whole(tmp_path / "hf")
+
+
+def test_a_finished_file_that_rotted_is_written_again(run: Path, tmp_path: Path) -> None:
+    killed(run, tmp_path / "hf")
+    damage(tmp_path / "hf" / SHARDS[0], 0.5)
+    report = holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    assert report.kept == (SHARDS[1],)
     assert is_whole(tmp_path / "hf")
 
 

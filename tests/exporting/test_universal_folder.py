@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
 from holdfast.errors import ConfigurationError, IncompatibleError
-from holdfast.exporting import new_folder, tensor_archives
-from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.exporting import archive_entries, file_tasks
+from holdfast.exporting.file_tasks import RECORD_NAME
 from holdfast.io.writer import write_file
 from tests.exporting.exported_runs import bits
 from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
@@ -157,7 +157,7 @@ def test_an_export_that_failed_goes_on_in_all_folders(tmp_path: Path, monkeypatc
             raise OSError("pulled")
         return write(*arguments, **options)
 
-    monkeypatch.setattr(new_folder, "write_file", fails)
+    monkeypatch.setattr(file_tasks, "write_file", fails)
     target = tmp_path / "again"
     with pytest.raises(OSError, match="pulled"):
         holdfast.export(tmp_path / "run", target, "deepspeed-universal")
@@ -175,8 +175,8 @@ def test_an_export_that_failed_goes_on_in_all_folders(tmp_path: Path, monkeypatc
 
 def test_archives_over_4_gib_have_sizes_of_64_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = trained_state()
-    monkeypatch.setattr(tensor_archives, "_MOST_NBYTES", 90)
-    monkeypatch.setattr(tensor_archives, "_MOST_ENTRIES", 3)
+    monkeypatch.setattr(archive_entries, "_MOST_NBYTES", 90)
+    monkeypatch.setattr(archive_entries, "_MOST_ENTRIES", 3)
     tag = exported(state, tmp_path)
     for path in tag.rglob("*.pt"):
         if path.name != "step.pt":

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import HoldfastError, IncompatibleError
+from holdfast.importing.first_checkpoint import import_state
 from holdfast.interop.formats import find_state
-from holdfast.interop.importing import import_state
 from holdfast.mapping import Rename
 from holdfast.run.paths import parse
 from holdfast.store.base import Location

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from holdfast.importing.first_checkpoint import import_state
 from holdfast.interop.formats import find_state
-from holdfast.interop.importing import import_state
 from holdfast.mapping import Rename
 from holdfast.run.paths import parse
 from holdfast.store.base import Location

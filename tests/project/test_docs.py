@@ -115,6 +115,7 @@ ALL = (
     *(
         "ExportHub",
         "export",
+        "import_checkpoint",
         "mapping.family",
         "register_adapter",
         "register_tensor",

@@ -33,7 +33,7 @@ from tests.support.ranks import run_ranks
 
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 #: Guides whose pieces have a file of tests of their own.
-ELSEWHERE = ("accelerate", "lightning", "mapping", "observability", "ray", "torchtitan")
+ELSEWHERE = ("accelerate", "foreign", "lightning", "mapping", "observability", "ray", "torchtitan")
 Names = dict[str, object]
 
 

@@ -43,6 +43,11 @@ class StoredState(DataFiles, ABC):
         """The facts that are recorded about it."""
 
     @property
+    def fingerprint(self) -> str:
+        """A text that differs where the stored bytes differ, as far as that can be known without reading them."""
+        return self.record.identity
+
+    @property
     @abstractmethod
     def storage(self) -> Store:
         """The store of its folder."""

@@ -41,6 +41,7 @@ from holdfast.run.leases import ReadLease
 from holdfast.run.paths import selected
 from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
+from holdfast.workers import on_executor
 
 #: Longest wait for the lease on a checkpoint. Other listeners hear later events after it.
 _LEASE_S: Final = 5.0
@@ -250,12 +251,12 @@ class ExportHub:
         path = str(series.folder / draft.name)
         with planned(selected(task.run, str(draft.place)), self._settings) as plan:
             try:
-                report = write_export(plan, path, self._settings.to, began_s=began_s)
+                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
             except ConfigurationError as error:  # a job with other options had begun it
                 if error.code != "config.destination":
                     raise
                 series.discard(draft)
-                report = write_export(plan, path, self._settings.to, began_s=began_s)
+                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
         series.publish(draft)
         if self._keep is not None:
             series.keep_newest(self._keep)

@@ -24,6 +24,11 @@ CheckpointsArgument = Annotated[
     list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option("--workers", metavar="N", min=1, help="Processes that write; 1 is this one. Default: what pays."),
+]
+ReadBackOption = Annotated[bool, typer.Option("--read-back", help="Read each new file again, and compare its digest.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
@@ -204,12 +209,14 @@ def export(
         typer.Option("--config", metavar="FOLDER", help="With hf, peft: copy the configuration in this folder."),
     ] = "",
     adapter: Annotated[str, typer.Option("--adapter", metavar="NAME", help="With peft: the adapter to write.")] = "",
+    workers: WorkersOption = None,
+    read_back: ReadBackOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint for Hugging Face, PEFT or PyTorch DCP. Call it again to go on after a failure."""
     from holdfast.cli.export import ExportOptions, export
 
-    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config, adapter)
+    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config, adapter, workers, read_back)
     export(path, dst, options, as_json=as_json)
 
 
@@ -408,12 +415,14 @@ def import_checkpoint(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run.")],
     *,
     step: Annotated[int, typer.Option("--step", min=0, help="The number of the step that the checkpoint is of.")],
+    workers: WorkersOption = None,
+    read_back: ReadBackOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring a checkpoint of another system into a new run. Reads and writes each byte once, in little memory."""
+    """Bring a checkpoint of another system into a new run. Call it again to go on after a failure."""
     from holdfast.cli.importing_command import import_checkpoint
 
-    import_checkpoint(source, run, step=step, as_json=as_json)
+    import_checkpoint(source, run, step=step, as_json=as_json, workers=workers, read_back=read_back)
 
 
 @app.command("request-save")

@@ -10,13 +10,15 @@ from holdfast.cli.amounts import bytes_in
 from holdfast.cli.option_files import rules_in
 from holdfast.cli.screen import console, print_json, say
 from holdfast.errors import ConfigurationError, printable
-from holdfast.exporting import export as export_checkpoint
+from holdfast.exporting import export_by
 from holdfast.reports import ExportReport, size
 from holdfast.wording import count
+from holdfast.workers import on_processes
 
 
 class ExportOptions(NamedTuple):
-    """The options of the command, as the user wrote them; "" for those that are left out."""
+    """The options of the command, as the user wrote them; "" for those that are left out. `workers` is None for as many
+    processes as pay."""
 
     to: str
     select: tuple[str, ...]
@@ -25,6 +27,8 @@ class ExportOptions(NamedTuple):
     shard_size: str
     config: str
     adapter: str
+    workers: int | None
+    read_back: bool
 
 
 class ExportDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +55,8 @@ def export(path: str, dst: str, options: ExportOptions, *, as_json: bool) -> Non
         raise _invalid(f"--shard-size {options.shard_size} is no size.", "Write it as 5GB or 512MiB.")
     rules = rules_in(options.mapping)
     try:
-        report = export_checkpoint(
+        report = export_by(
+            on_processes(options.workers),
             path,
             dst,
             options.to,
@@ -61,6 +66,8 @@ def export(path: str, dst: str, options: ExportOptions, *, as_json: bool) -> Non
             shard_nbytes=shard_nbytes,
             config=options.config or None,
             adapter=options.adapter or None,
+            read_back=options.read_back,
+            shown=not as_json,
         )
     except ValueError as error:  # a dtype or a glob that is wrong by itself
         raise _invalid(f"{error}.", "Correct the option.") from error

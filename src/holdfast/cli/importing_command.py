@@ -5,19 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.cli.screen import console, print_json, say
-from holdfast.errors import ConfigurationError, printable
-from holdfast.interop.formats import find_state
-from holdfast.interop.importing import import_state
-from holdfast.progress import progress
+from holdfast.errors import printable
+from holdfast.importing import import_by
 from holdfast.reports import size
-from holdfast.run.by_path import parse_run
-from holdfast.run.paths import parse
-from holdfast.store.urls import open_store
 from holdfast.wording import count
+from holdfast.workers import on_processes
 
 
 class ImportDocument(msgspec.Struct, frozen=True):
-    """The document that ``import --json`` prints. `kind` says what was imported."""
+    """The document that ``import --json`` prints. `kind` says what was imported, `kept` which data files an interrupted
+    import had finished."""
 
     run: str
     place: str
@@ -26,29 +23,25 @@ class ImportDocument(msgspec.Struct, frozen=True):
     num_tensors: int
     num_values: int
     nbytes: int
+    kept: tuple[str, ...]
+    written_nbytes: int
 
 
-def import_checkpoint(source: str, run: str, *, step: int, as_json: bool) -> None:
+def import_checkpoint(
+    source: str, run: str, *, step: int, as_json: bool, workers: int | None = 1, read_back: bool = False
+) -> None:
     """Write the foreign checkpoint at `source` into a new run, as the checkpoint of `step`."""
-    found = find_state(parse(source))
-    if found.located is not None:
-        raise ConfigurationError(
-            f"'{source}' is a checkpoint of holdfast already.",
-            code="config.path",
-            action="Copy its run, or load it into a state and save that.",
-            path=source,
-        )
-    storage = open_store(parse_run(run).location)
-    with progress(f"importing {source}", shown=not as_json) as meter:
-        commit = import_state(found.state, storage, step, meter=meter)
+    report = import_by(on_processes(workers), source, run, step, read_back=read_back, shown=not as_json)
     document = ImportDocument(
-        storage.location.url,
-        str(commit.place),
-        commit.step,
-        found.state.record.kind,
-        len(found.state.manifest.body.names),
-        len(found.state.nodes),
-        commit.nbytes,
+        report.path,
+        report.place,
+        report.step,
+        report.kind,
+        report.num_tensors,
+        report.num_values,
+        report.nbytes,
+        report.kept,
+        report.written_nbytes,
     )
     if as_json:
         print_json(document)
@@ -56,3 +49,5 @@ def import_checkpoint(source: str, run: str, *, step: int, as_json: bool) -> Non
     say(console(), f"{printable(document.run)}: step {step} at {document.place} is what {printable(source)} holds")
     what = f"{count(document.num_tensors, 'tensor')}, {size(document.nbytes)}"
     say(console(), f"  {document.kind}: {what}; it has no digests, so its bytes were not verified")
+    if document.kept:
+        say(console(), f"  {count(len(document.kept), 'file')} had been written before")

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
-from threading import Lock
 
-from holdfast.exporting.new_folder import write_folder
+from holdfast.exporting.folder_writer import write_folder
 from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
 from holdfast.interop.megatron_iterations import iteration_name, write_tracker
 from holdfast.mapping import Rule
 from holdfast.phases import LOG
-from holdfast.progress import PATIENCE_S, progress
+from holdfast.progress import counted
 from holdfast.reports import ExportReport
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import location_of, open_store
+from holdfast.workers import Workforce, on_executor
 
 __all__ = ["export"]
 
@@ -34,6 +34,8 @@ def export(
     shard_nbytes: int = SHARD_NBYTES,
     config: str | os.PathLike[str] | None = None,
     adapter: str | None = None,
+    executor: Executor | None = None,
+    read_back: bool = False,
 ) -> ExportReport:
     """Write a checkpoint into the new folder `dst` in the format of another system: ``"hf"``, safetensors files as
     Hugging Face's loaders read them, ``"peft"``, the weights of one adapter as `PeftModel.from_pretrained` reads them,
@@ -43,8 +45,12 @@ def export(
 
     Blocking. Call it in one process. Needs no model and no GPU; only the last three need torch. Reads each stored
     block once and verifies it, whatever the layout it was saved in, with at most 400 MiB of buffers. All files are
-    durable on return, and the index (``.metadata``) is written last. After an interruption the same call continues, and
-    keeps the files that are finished.
+    durable on return, and the index (``.metadata``) is written last. After an interruption the same call continues: it
+    reads the files that are finished, compares them with the digests that were recorded, and keeps them.
+
+    Workers of `executor`, any of `concurrent.futures` and its like, write the files at the same time, each with so much
+    memory. They must see `path` and `dst` under the same names. Without it, threads of this process do. With
+    `read_back`, each new file is read again when it is written, and compared.
 
     `select` has globs of the names to write, as `mapping` made them. Without it, ``"hf"`` writes the tensors of the
     state's only module, ``"peft"`` those of them that an adapter has, ``"dcp"`` and ``"deepspeed-universal"``
@@ -63,28 +69,72 @@ def export(
         ConfigurationError: `dst` holds something else, or the options do not fit together; nothing is written.
         IncompatibleError: a rule or a glob fits nothing, two tensors would get one name, or the format has no such
             dtype or no place for a part of the state; nothing is written.
-        CorruptError: stored bytes are damaged.
-        StorageError: the disk is full, or a store failed.
+        CorruptError: stored bytes are damaged, or those read back are not those that were written.
+        StorageError: the disk is full, a store failed, or a worker died (``storage.worker``).
     """
+    return export_by(
+        on_executor(executor),
+        path,
+        dst,
+        to,
+        select=select,
+        mapping=mapping,
+        dtype=dtype,
+        shard_nbytes=shard_nbytes,
+        config=config,
+        adapter=adapter,
+        read_back=read_back,
+    )
+
+
+def export_by(
+    workforce: Workforce,
+    path: str | os.PathLike[str] | Location,
+    dst: str | os.PathLike[str],
+    to: str,
+    *,
+    select: str | Sequence[str] | None,
+    mapping: Sequence[Rule] | None,
+    dtype: str | None,
+    shard_nbytes: int,
+    config: str | os.PathLike[str] | None,
+    adapter: str | None,
+    read_back: bool,
+    shown: bool = True,
+) -> ExportReport:
+    """As `export`, with workers that are chosen when the work is known. `shown` allows a bar."""
     settings = export_settings(
         to, select=select, mapping=mapping, dtype=dtype, shard_nbytes=shard_nbytes, config=config, adapter=adapter
     )
     began = time.monotonic()
     with planned(parse(path), settings) as plan:
-        report = write_export(plan, os.fspath(dst), to, began_s=began, shown=True)
+        report = write_export(
+            plan, os.fspath(dst), to, workforce=workforce, read_back=read_back, began_s=began, shown=shown
+        )
     LOG.info("exported %s, to %s", report.summary, report.path)
     return report
 
 
-def write_export(plan: PlannedExport, dst: str, to: str, *, began_s: float, shown: bool = False) -> ExportReport:
+def write_export(
+    plan: PlannedExport,
+    dst: str,
+    to: str,
+    *,
+    workforce: Workforce,
+    began_s: float,
+    read_back: bool = False,
+    shown: bool = False,
+) -> ExportReport:
     """Write a planned export into the folder `dst`. A bar shows its progress at a terminal if `shown`."""
     state, folder = plan.state, plan.folder
     name = iteration_name(state.record.step) if to == "megatron" else ""
     storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
-    total = sum(file.data_nbytes for file in folder.files)
-    with _counting(f"exporting to {storage.location}", total, shown=shown) as advance:
+    nbytes = sum(file.data_nbytes for file in folder.files)
+    with counted(f"exporting to {storage.location}", nbytes, shown=shown) as advance:
         finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
-        written = write_folder(storage, folder, state, advance=advance, finish=finish)
+        written = write_folder(
+            storage, folder, state, workforce=workforce, advance=advance, read_back=read_back, finish=finish
+        )
     return ExportReport(
         step=state.record.step,
         place=str(state.record.place or ""),
@@ -99,18 +149,3 @@ def write_export(plan: PlannedExport, dst: str, to: str, *, began_s: float, show
         verified=state.has_digests,
         seconds=time.monotonic() - began_s,
     )
-
-
-@contextmanager
-def _counting(description: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar at a terminal while the block runs. Gives a function that advances it by bytes, from any thread."""
-    done, lock = 0, Lock()
-
-    def advance(nbytes: int) -> None:
-        nonlocal done
-        with lock:
-            done += nbytes
-
-    with progress(description, shown=shown, after_s=PATIENCE_S) as meter:
-        meter.follow(total, lambda: done)
-        yield advance

@@ -1,7 +1,7 @@
 """A folder of exports, one folder for each step: ``step-0000000700``. Each gets its name when it is whole and durable.
 
 An export is written into a draft beside it, a hidden folder whose name says which checkpoint it is of, and renamed.
-The record of `new_folder` leaves a draft last, so a draft without it is whole. A folder that is removed is renamed
+The records of `folder_writer` leave a draft last, so a draft without them is whole. A folder that is removed is renamed
 first, so that nobody takes what is left of it for a whole one. Only folders with these names are ever touched.
 """
 
@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from holdfast.exporting.new_folder import RECORD_NAME
+from holdfast.exporting.file_tasks import RECORD_NAME, is_files_record
 from holdfast.format.records import Place
 from holdfast.store.posix_errors import reported
 
@@ -59,7 +59,8 @@ class ExportSeries:
         path = self.folder / draft.name
         with reported("look at", str(path)):
             names = [each.name for each in path.iterdir()]
-        return RECORD_NAME not in names and any(name.endswith(".safetensors") for name in names)
+        is_under_way = any(name == RECORD_NAME or is_files_record(name) for name in names)
+        return not is_under_way and any(name.endswith(".safetensors") for name in names)
 
     def publish(self, draft: ExportDraft) -> None:
         """Give a whole draft its name. An older export of the step, as of a history that was rolled back, goes."""

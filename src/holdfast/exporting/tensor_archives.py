@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -13,6 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 
+from holdfast.exporting.archive_entries import ArchivedFile, DirectoryTrailer, TensorTrailer, directory_of
 from holdfast.exporting.chosen_tensors import ExportTensor
 from holdfast.exporting.element_source import GivenSegment, Segment, TensorSegment
 from holdfast.exporting.new_folder import NewFile, Trailer
@@ -20,22 +19,6 @@ from holdfast.geometry import Box, Shape, whole
 
 #: Where the bytes of a tensor begin in a file: at multiples of this.
 _ALIGNMENT: Final = 64
-_LOCAL: Final = struct.Struct("<IHHHHHIIIHH")
-_DESCRIPTOR, _LARGE_DESCRIPTOR = struct.Struct("<IIII"), struct.Struct("<IIQQ")
-_CENTRAL: Final = struct.Struct("<IHHHHHHIIIHHHHHII")
-_END, _LARGE_END = struct.Struct("<IHHHHIIH"), struct.Struct("<IQHHIIQQQQ")
-_LOCATOR: Final = struct.Struct("<IIQI")
-_EXTRA: Final = struct.Struct("<2sH")
-#: The checksum and the sizes stand behind the bytes.
-_SIZES_BEHIND: Final = 8
-#: The greatest size and offset, and the greatest number of entries, in the old form of the format. Each of these fields
-#: that is too small has all bits set, and another field has the number, in the form of 64 bits ("zip64").
-_MOST_NBYTES: Final = 0xFFFFFFFE
-_MOST_ENTRIES: Final = 0xFFFE
-_ELSEWHERE, _MANY = 0xFFFFFFFF, 0xFFFF
-_ZIP64: Final = b"\x01\x00"
-#: The version of the format that readers of the form of 64 bits need.
-_LARGE_VERSION: Final = 45
 #: The storage classes of the dtypes that older versions of torch have; others are stored as bytes.
 _STORAGES: Final[Mapping[str, str]] = {
     "float64": "DoubleStorage",
@@ -94,36 +77,13 @@ def archived(value: object) -> bytes:
     return segment.data
 
 
-class _ArchivedFile(NamedTuple):
-    """A file in an archive: where its header lies, and what the directory says of it."""
-
-    name: str
-    offset: int
-    nbytes: int
-    checksum: int
-    flags: int
-
-    def central(self) -> bytes:
-        name = self.name.encode("ascii")
-        large = [number for number in (self.nbytes, self.nbytes, self.offset) if number > _MOST_NBYTES]
-        extra = _EXTRA.pack(_ZIP64, 8 * len(large)) + struct.pack(f"<{len(large)}Q", *large) if large else b""
-        sizes = self.checksum, _short(self.nbytes), _short(self.nbytes), len(name), len(extra)
-        version = _LARGE_VERSION if large else 0
-        head = (0x02014B50, version, version, self.flags, 0, 0, 0)
-        return _CENTRAL.pack(*head, *sizes, 0, 0, 0, 0, _short(self.offset)) + name + extra
-
-    def descriptor(self) -> bytes:
-        kind = _LARGE_DESCRIPTOR if self.nbytes > _MOST_NBYTES else _DESCRIPTOR
-        return kind.pack(0x08074B50, self.checksum, self.nbytes, self.nbytes)
-
-
 class TensorArchive:
     """The archive of `value`, which may hold each `ArchivedTensor`, to lie at `start` of a file's data: its `segments`
     there, its `trailers`, and its `length` in bytes."""
 
     def __init__(self, value: object, *, start: int) -> None:
         self._start = start
-        self._entries: list[_ArchivedFile] = []
+        self._entries: list[ArchivedFile] = []
         #: The entries of tensors, by their place among all entries, and the place of the bytes of each in the file.
         self._tensors: list[int] = []
         self._data: list[int] = []
@@ -134,13 +94,20 @@ class TensorArchive:
         files = [("data.pkl", data), ("byteorder", b"little"), ("version", b"3\n")]
         files += [(f"data/{number}", part) for number, part in enumerate(tensors) if isinstance(part, bytes)]
         stored = {number: part for number, part in enumerate(tensors) if isinstance(part, ArchivedTensor)}
-        known = b"".join(self._known(f"archive/{name}", content, before) for name, content, before in _placed(files))
+        known = b""
+        for name, content in files:
+            entry, written = ArchivedFile.known(f"archive/{name}", content, len(known))
+            self._entries.append(entry)
+            known += written
         if not stored:
-            self._add(known + self._directory(self._entries, len(known)))
+            self._add(known + directory_of(self._entries, len(known)))
             return
         for number, part in stored.items():
             is_first = not self._tensors
-            begun = self._begin(f"archive/data/{number}", part.nbytes, len(known) if is_first else self._behind)
+            offset = len(known) if is_first else self._behind
+            entry, begun = ArchivedFile.of_tensor(f"archive/data/{number}", part.nbytes, offset, start=self._start)
+            self._tensors.append(len(self._entries))
+            self._entries.append(entry)
             if is_first:
                 self._add(known + begun)
             else:
@@ -161,77 +128,22 @@ class TensorArchive:
         """The offset of the next entry, which begins behind the descriptor of the last tensor."""
         return self._nbytes + len(self._entries[-1].descriptor())
 
-    def _known(self, name: str, content: bytes, offset: int) -> bytes:
-        """An entry whose content is known."""
-        entry = _ArchivedFile(name, offset, len(content), zlib.crc32(content), 0)
-        self._entries.append(entry)
-        sizes = entry.checksum, len(content), len(content), len(name), 0
-        return _LOCAL.pack(0x04034B50, 0, 0, 0, 0, 0, *sizes) + name.encode("ascii") + content
-
-    def _begin(self, name: str, nbytes: int, offset: int) -> bytes:
-        """The header of the entry of a tensor; a field of padding aligns its bytes."""
-        self._tensors.append(len(self._entries))
-        self._entries.append(_ArchivedFile(name, offset, nbytes, 0, _SIZES_BEHIND))
-        is_large = nbytes > _MOST_NBYTES
-        extra = _EXTRA.pack(_ZIP64, 16) + struct.pack("<QQ", nbytes, nbytes) if is_large else b""
-        room = _LOCAL.size + len(name) + len(extra) + _EXTRA.size
-        padding = -(self._start + offset + room) % _ALIGNMENT
-        extra += _EXTRA.pack(b"FB", padding) + bytes(padding)
-        size = _ELSEWHERE if is_large else 0
-        sizes = 0, size, size, len(name), len(extra)
-        version = _LARGE_VERSION if is_large else 0
-        return _LOCAL.pack(0x04034B50, version, _SIZES_BEHIND, 0, 0, 0, *sizes) + name.encode("ascii") + extra
-
     def _add(self, data: bytes) -> None:
         self.segments.append(GivenSegment(self._start + self._nbytes, data))
         self._nbytes += len(data)
 
     def _follow(self, header: bytes) -> None:
         """Add the descriptor of the tensor before, which has its checksum, and the header of the next one."""
-        entry = self._entries[self._tensors[-2]]
-
-        def made(checksums: Sequence[int]) -> bytes:
-            return entry._replace(checksum=checksums[0]).descriptor() + header
-
-        self.trailers.append(Trailer(self._start + self._nbytes, (self._data[-1],), made))
-        self._add(bytes(len(made([0]))))
+        self._put_off((self._data[-1],), TensorTrailer(self._entries[self._tensors[-2]], header))
 
     def _finish(self) -> None:
         """Add the descriptor of the last tensor and the directory, which has all checksums."""
-        behind = self._behind
+        self._put_off(tuple(self._data), DirectoryTrailer(tuple(self._entries), tuple(self._tensors), self._behind))
 
-        def made(checksums: Sequence[int]) -> bytes:
-            entries = list(self._entries)
-            for at, checksum in zip(self._tensors, checksums, strict=True):
-                entries[at] = entries[at]._replace(checksum=checksum)
-            return entries[-1].descriptor() + self._directory(entries, behind)
-
-        self.trailers.append(Trailer(self._start + self._nbytes, tuple(self._data), made))
-        self._add(bytes(len(made([0] * len(self._data)))))
-
-    @staticmethod
-    def _directory(entries: Sequence[_ArchivedFile], offset: int) -> bytes:
-        """The directory of the archive, which lies at `offset` of it, and the end."""
-        directory, number = b"".join(entry.central() for entry in entries), len(entries)
-        large = b""
-        if max(offset, len(directory)) > _MOST_NBYTES or number > _MOST_ENTRIES:
-            versions = (_LARGE_VERSION, _LARGE_VERSION)
-            large = _LARGE_END.pack(0x06064B50, 44, *versions, 0, 0, number, number, len(directory), offset)
-            large += _LOCATOR.pack(0x07064B50, 0, offset + len(directory), 1)
-        short = number if number <= _MOST_ENTRIES else _MANY
-        sizes = _short(len(directory)), _short(offset)
-        return directory + large + _END.pack(0x06054B50, 0, 0, short, short, *sizes, 0)
-
-
-def _placed(files: Sequence[tuple[str, bytes]]) -> list[tuple[str, bytes, int]]:
-    """The name and content of each of the first entries, and where it begins."""
-    nbytes = (_LOCAL.size + len(f"archive/{name}") + len(content) for name, content in files)
-    return [(*file, offset) for file, offset in zip(files, accumulate(nbytes, initial=0), strict=False)]
-
-
-def _short(number: int) -> int:
-    """A size or an offset in a field of 32 bits."""
-    return number if number <= _MOST_NBYTES else _ELSEWHERE
+    def _put_off(self, of: tuple[int, ...], make: Callable[[Sequence[int]], bytes]) -> None:
+        """Add bytes that the checksums of the segments at `of` decide."""
+        self.trailers.append(Trailer(self._start + self._nbytes, of, make))
+        self._add(bytes(len(make([0] * len(of)))))
 
 
 class _StorageStub(NamedTuple):

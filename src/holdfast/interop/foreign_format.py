@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import xxhash
+
 from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
 from holdfast.checkpoint.data_files import OpenReader, open_reader
 from holdfast.checkpoint.stored_state import NO_STEP, StateRecord, StoredState
@@ -84,6 +86,11 @@ class ForeignState(StoredState):
     def record(self) -> StateRecord:
         """As `StoredState.record`."""
         return self._record
+
+    @property
+    def fingerprint(self) -> str:
+        """As `StoredState.fingerprint`: the metadata, and the marks of the files, which have no digests."""
+        return xxhash.xxh3_128_hexdigest(f"{self._record.identity} {self._marks}".encode())
 
     @property
     def storage(self) -> Store:

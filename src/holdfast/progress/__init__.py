@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Final
 
 from holdfast.io.meter import Meter
@@ -36,6 +36,23 @@ def progress(description: str, *, shown: bool = True, after_s: float = 0.0) -> I
         over.set()
         if thread.ident is not None:  # it was started
             thread.join()
+
+
+@contextmanager
+def counted(
+    description: str, total: int, *, shown: bool = True, after_s: float = PATIENCE_S
+) -> Iterator[Callable[[int], None]]:
+    """Show a bar as `progress` does, of `total` bytes. Gives a function that advances it by bytes, from any thread."""
+    done, lock = 0, Lock()
+
+    def advance(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+
+    with progress(description, shown=shown, after_s=after_s) as meter:
+        meter.follow(total, lambda: done)
+        yield advance
 
 
 def of_first_rank(what: str, world_size: int) -> str:

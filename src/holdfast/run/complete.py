@@ -101,7 +101,7 @@ def check_files(
         raise _missing(run.storage.path(stored.key(fmt.NAME)).rpartition("/")[0], absent)
     files = Files(stored.manifest)
     seals = tuple(
-        known.get(index) or _check_file(run.storage, stored, files.layout(index))
+        known.get(index) or check_file(run.storage, stored, files.layout(index))
         for index in range(stored.manifest.body.num_files)
     )
     if deep:
@@ -240,7 +240,11 @@ def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
     )
 
 
-def _check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
+def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
+    """The seal of a data file that exists. Compares its size and its header, but not its data.
+
+    Raises `CorruptError` for a file that is not the one that the manifest describes.
+    """
     name = fmt.file_name(layout.index)
     path = storage.path(stored.key(name))
     reader = storage.reader(stored.key(name))

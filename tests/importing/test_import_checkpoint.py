@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
+from holdfast.importing.first_checkpoint import import_state
 from holdfast.interop.formats import find_state
-from holdfast.interop.importing import import_state
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
@@ -91,7 +91,7 @@ def test_an_import_that_failed_leaves_no_checkpoint_and_can_be_done_again(tmp_pa
         holdfast.open(tmp_path / "run")
     file.write_bytes(whole)
     state = find_state(parse(tmp_path / "hf")).state  # the file is another one now
-    assert import_state(state, run, 3).step == 3
+    assert import_state(state, run, 3).commit.step == 3
     assert bits(holdfast.open(tmp_path / "run")["model.embed.weight"][...]) == bits(
         some_tensors()["model.embed.weight"]
     )

@@ -1,0 +1,298 @@
+"""The tasks of an export: some files of the new folder, which one worker writes, or takes over after it checked them.
+
+When files are durable, the worker creates a record with their digests. So a later call can tell a file that is whole
+and sound from any other, and other systems' formats need no room for digests.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.errors import CorruptError
+from holdfast.exporting.checksums import joined_checksum
+from holdfast.exporting.edge_blocks import EdgeBlocks
+from holdfast.exporting.element_source import ElementSource, TensorSegment, segments_between
+from holdfast.exporting.new_folder import NewFile
+from holdfast.format.container import BLOCK_NBYTES
+from holdfast.interop.stored_source import StoredSource, shared_store
+from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.jobs import Extent
+from holdfast.io.reread import stored_digests
+from holdfast.io.sources import Source
+from holdfast.io.writer import write_file
+from holdfast.phases import LOG
+from holdfast.store.base import Bytes, FileWriter, Location, Store
+
+S = TypeVar("S", bound="_Sized")
+
+#: The record of an export that has not ended.
+RECORD_NAME: Final = "holdfast-export.json"
+_RECORD_PREFIX: Final = "holdfast-export-"
+#: Bytes of a new file that are put together at once, by each of the writer's threads.
+WINDOW_NBYTES: Final = 32 * BLOCK_NBYTES
+#: A task has one file, or small ones one after another of so many bytes: neighbours share stored blocks.
+_TASK_NBYTES: Final = 256 << 20
+#: Folders of more files have a record for so many bytes of them, and others one for each file: a record takes some
+#: milliseconds.
+_FEW_FILES: Final = 100
+_RECORD_NBYTES: Final = 64 << 20
+
+
+class FilesRecord(msgspec.Struct, frozen=True):
+    """The content of the record of finished files: the digest of the planned folder, and their digests by name."""
+
+    digest: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WrittenFiles:
+    """The outcome of a task: the names of the files that were there, sound, and the bytes written and read."""
+
+    kept: tuple[str, ...]
+    nbytes: int
+    bytes_read: int
+    data_nbytes: int
+
+
+class FileGroup(NamedTuple):
+    """The files with one record, and the number of that among all records of the folder."""
+
+    number: int
+    files: tuple[NewFile, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class FilesTask:
+    """Some files to write in the place `folder`, whose record has the bytes `record`; `digest` is that of the plan.
+
+    `present` are those of the files that exist, each with the digest that a record gives; None where there is none.
+    These are written anew, unless `is_whole`. With `read_back`, new files are read again and compared.
+    """
+
+    source: StoredSource
+    folder: Location
+    record: bytes
+    digest: str
+    groups: tuple[FileGroup, ...]
+    present: Mapping[str, str | None]
+    is_whole: bool
+    read_back: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """As `Task.paths`."""
+        return tuple(f"{self.folder.url}/{file.name}" for group in self.groups for file in group.files)
+
+    def run(self) -> WrittenFiles:
+        """As `Task.run`: in a worker, which opens the state and the folder by itself."""
+        storage = shared_store(self.folder, RECORD_NAME, self.record)
+        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+            return self.write(storage, self.source.open(), EdgeBlocks(), pool, lambda _: None)
+
+    def write(
+        self, storage: Store, state: StoredState, blocks: EdgeBlocks, pool: BufferPool, advance: Callable[[int], None]
+    ) -> WrittenFiles:
+        """Write the files that are not there, or not sound, and the records. Blocks until all is durable."""
+        kept, nbytes, done, before = list[str](), 0, 0, blocks.bytes_read
+        for group in self.groups:
+            digests: dict[str, str] = {}
+            for file in group.files:
+                known = self.present.get(file.name)
+                if self._is_sound(storage, file):
+                    kept.append(file.name)
+                    advance(file.data_nbytes)
+                else:
+                    known = self._write(storage, file, state, blocks, pool, advance)
+                    nbytes += file.nbytes
+                if known is not None:
+                    digests[file.name] = known
+                done += file.data_nbytes
+            if digests:
+                self._create_record(storage, group.number, digests)
+        return WrittenFiles(tuple(kept), nbytes, blocks.bytes_read - before, done)
+
+    def _is_sound(self, storage: Store, file: NewFile) -> bool:
+        """Whether a file is there as it was written. One without a digest counts where all files had been written."""
+        if file.name not in self.present:
+            return False
+        expected = self.present[file.name]
+        if expected is None:
+            return self.is_whole
+        is_sound = _stored_digest(storage, file) == expected
+        if not is_sound:
+            LOG.warning("%s is not as it was written: it is written again", storage.path(file.name))
+        return is_sound
+
+    def _write(
+        self,
+        storage: Store,
+        file: NewFile,
+        state: StoredState,
+        blocks: EdgeBlocks,
+        pool: BufferPool,
+        advance: Callable[[int], None],
+    ) -> str:
+        """Write one file. Returns its digest."""
+        storage.delete(file.name)
+        source: Source = ElementSource(state, file.segments, blocks, advance)
+        writer = storage.writer(file.name, nbytes=file.nbytes)
+        trailed: list[bytes] = []
+        if file.trailers:
+            source = checksummed = _ChecksummedSource(source, file)
+            writer = _TrailedWriter(writer, file, checksummed, trailed)
+        table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pool)
+        digest = _file_digest(file.head, table, b"".join(trailed))
+        if self.read_back and _stored_digest(storage, file) != digest:
+            raise _bad_write(storage.path(file.name))
+        return digest
+
+    def _create_record(self, storage: Store, number: int, digests: dict[str, str]) -> None:
+        name, data = f"{_RECORD_PREFIX}{number:06d}.json", msgspec.json.encode(FilesRecord(self.digest, digests))
+        if not storage.create(name, data) and storage.read(name) != data:
+            storage.delete(name)
+            storage.create(name, data)
+
+
+def is_files_record(name: str) -> bool:
+    """Whether a name is that of a record of finished files."""
+    return name.startswith(_RECORD_PREFIX) and name.endswith(".json")
+
+
+def file_groups(files: Sequence[NewFile]) -> list[FileGroup]:
+    """The files with one record each. They follow from the plan alone, so that a later call has the same ones."""
+    most = 0 if len(files) <= _FEW_FILES else _RECORD_NBYTES
+    return [FileGroup(number, group) for number, group in enumerate(_joined(files, most))]
+
+
+def task_groups(groups: Sequence[FileGroup]) -> Iterator[tuple[FileGroup, ...]]:
+    """The groups of each task."""
+    return _joined(groups, _TASK_NBYTES)
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+def _joined(items: Sequence[S], most_nbytes: int) -> Iterator[tuple[S, ...]]:
+    """`items` one after another, in tuples of at most `most_nbytes`, or of one."""
+    held: list[S] = []
+    nbytes = 0
+    for item in items:
+        if held and nbytes + item.nbytes > most_nbytes:
+            yield tuple(held)
+            held, nbytes = [], 0
+        held.append(item)
+        nbytes += item.nbytes
+    if held:
+        yield tuple(held)
+
+
+def _bad_write(path: str) -> CorruptError:
+    return CorruptError(
+        f"{path} does not have the bytes that were written.",
+        code="corrupt.file",
+        action="Check the disk and the memory of this machine, and repeat the call.",
+        path=path,
+    )
+
+
+def _blanks(file: NewFile) -> list[Extent]:
+    """The bytes of trailers, which stand as zeros in the data that is written first."""
+    return [Extent(each.start, each.start + len(each.make([0] * len(each.of)))) for each in file.trailers]
+
+
+def _file_digest(head: bytes, table: bytes, trailers: bytes) -> str:
+    """The digest of a file: of its head, of the digest table of its data, and of the trailers, zeros in the table."""
+    return xxhash.xxh3_128_hexdigest(head + table + trailers)
+
+
+def _stored_digest(storage: Store, file: NewFile) -> str:
+    start = len(file.head)
+    head = storage.read(file.name, start=0, nbytes=start)
+    table, trailers = stored_digests(
+        storage, file.name, data_start=start, data_nbytes=file.data_nbytes, blanks=_blanks(file)
+    )
+    return _file_digest(head, table, trailers)
+
+
+class _ChecksummedSource:
+    """The data of a file, and the CRC-32 of each tensor segment that has passed."""
+
+    def __init__(self, source: Source, file: NewFile) -> None:
+        self._source = source
+        self._segments = file.segments
+        #: By the start of a segment: the checksums of its pieces, each with the piece's place and size.
+        self._pieces: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self._lock = Lock()
+        self.nbytes = source.nbytes
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """As `Source.read_into`."""
+        self._source.read_into(start, out)
+        for segment in segments_between(self._segments, start, start + len(out)):
+            if isinstance(segment, TensorSegment):
+                low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
+                checksum = zlib.crc32(out[low - start : high - start].data)
+                with self._lock:
+                    self._pieces[segment.start].append((low, high - low, checksum))
+
+    def checksum(self, segment: int) -> int:
+        """The CRC-32 of the segment that begins at `segment`, after all of it has passed; 0 for one without bytes."""
+        checksum = 0
+        for _, nbytes, piece in sorted(self._pieces[segment]):
+            checksum = joined_checksum(checksum, piece, nbytes)
+        return checksum
+
+
+class _TrailedWriter:
+    """A writer that puts the trailers into a file before it publishes it."""
+
+    def __init__(self, writer: FileWriter, file: NewFile, source: _ChecksummedSource, trailed: list[bytes]) -> None:
+        """`trailed` gets the bytes of the trailers."""
+        self._writer = writer
+        self._file = file
+        self._source = source
+        self._trailed = trailed
+
+    @property
+    def alignment(self) -> int:
+        """As `FileWriter.alignment`."""
+        return self._writer.alignment
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """As `FileWriter.write_at`."""
+        self._writer.write_at(offset, data)
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`."""
+        for trailer in self._file.trailers:
+            made = trailer.make([self._source.checksum(of) for of in trailer.of])
+            self._writer.write_at(len(self._file.head) + trailer.start, np.frombuffer(made, np.uint8))
+            self._trailed.append(made)
+        self._writer.publish(nbytes)
+
+    def abort(self) -> None:
+        """As `FileWriter.abort`."""
+        self._writer.abort()

@@ -1,0 +1,254 @@
+"""The writing of a planned folder: by this process or by workers, resumable, and never mixed with anything else.
+
+Each file gets its name when it is whole and durable. A small record says which export is under way. It is created
+first; when all files are there, it is deleted before the records of finished files are. So a folder that has only those
+is whole. Files without which other systems do not recognise the folder come after all others, so that a folder that is
+not whole shows it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.decoding import decode_json
+from holdfast.errors import ConfigurationError, StorageError
+from holdfast.exporting.edge_blocks import EdgeBlocks
+from holdfast.exporting.file_tasks import (
+    RECORD_NAME,
+    WINDOW_NBYTES,
+    FilesRecord,
+    FilesTask,
+    WrittenFiles,
+    file_groups,
+    is_files_record,
+    task_groups,
+)
+from holdfast.exporting.new_folder import NewFolder
+from holdfast.interop.stored_source import StoredSource
+from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.reports import size
+from holdfast.run.paths import some
+from holdfast.store.base import Store
+from holdfast.workers import Workforce, run_tasks
+
+
+class _ExportRecord(msgspec.Struct, frozen=True):
+    """The content of the record: the digest of the planned folder, and of the state that its tensors come from."""
+
+    digest: str
+    source: str
+
+
+@dataclass(frozen=True)
+class WrittenFolder:
+    """The outcome: the files that earlier calls had written, and the bytes that this one wrote and read."""
+
+    kept: tuple[str, ...]
+    nbytes: int
+    bytes_read: int
+
+
+@dataclass(frozen=True)
+class ExportedFiles:
+    """The files of an earlier call: for each its recorded digest, or None; and the records. `is_whole` says that all
+    files had been written."""
+
+    digests: Mapping[str, str | None]
+    records: tuple[str, ...]
+    is_whole: bool
+
+
+def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> ExportedFiles:
+    """The files of `folder` that an earlier, interrupted export has written into the place `storage`.
+
+    Raises `ConfigurationError`, code ``config.destination``, where the place holds anything else.
+    """
+    found = list(_files_in(storage, folder))
+    records = [name for name in found if name == RECORD_NAME or is_files_record(name)]
+    where = storage.location.url
+    if found and not records:
+        raise ConfigurationError(
+            f"{where} is not empty: it holds {some(found)}.",
+            code="config.destination",
+            action="Name a new or an empty folder.",
+            path=where,
+        )
+    sizes = {file.name: file.nbytes for file in folder.files}
+    sizes |= {name: len(data) for name, data in (*folder.first.items(), *folder.last.items())}
+    files = [name for name in found if name not in records]
+    wrong = [name for name in files if sizes.get(name) != storage.nbytes(name)]
+    is_ours = all(_is_record_of(name, storage.read(name), folder, state) for name in records)
+    if wrong or not is_ours:
+        other = f", such as {wrong[0]}" if wrong else ""
+        raise ConfigurationError(
+            f"{where} holds a part of another export{other}.",
+            code="config.destination",
+            action="Repeat that export as it was begun, or name another folder, or remove this one.",
+            path=where,
+        )
+    digests: dict[str, str | None] = dict.fromkeys(files)
+    for name in records:
+        if name != RECORD_NAME:
+            known = decode_json(storage.read(name), FilesRecord).files
+            digests |= {file: digest for file, digest in known.items() if file in digests}
+    return ExportedFiles(digests, tuple(records), bool(records) and RECORD_NAME not in records)
+
+
+def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
+    """The names in the root of `storage` and in the folders that `folder` has there, but not these themselves."""
+    folders = folder.folders
+    for above in folders:
+        for name in storage.list(above):
+            path = f"{above}/{name}" if above else name
+            if path not in folders:
+                yield path
+
+
+def _is_record_of(name: str, data: bytes, folder: NewFolder, state: StoredState) -> bool:
+    try:
+        if name == RECORD_NAME:
+            return decode_json(data, _ExportRecord) == _record(folder, state)
+        return decode_json(data, FilesRecord).digest == folder.digest
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return False
+
+
+def _record(folder: NewFolder, state: StoredState) -> _ExportRecord:
+    return _ExportRecord(folder.digest, state.fingerprint)
+
+
+def write_folder(
+    storage: Store,
+    folder: NewFolder,
+    state: StoredState,
+    *,
+    workforce: Workforce,
+    advance: Callable[[int], None],
+    read_back: bool = False,
+    finish: Callable[[], None] | None = None,
+) -> WrittenFolder:
+    """Write `folder` into the place `storage`, with the tensors of `state`. Blocks until all of it is durable.
+
+    Files that an interrupted call has finished stay, after they were read and compared with the recorded digests.
+    Memory of each worker is bounded: a window for each thread of the writer, and the edge blocks. `advance` gets the
+    bytes done since its last call, of such files too. `finish` is the last step, for what lies outside of the folder: a
+    call that continues an interrupted one makes it again.
+
+    Raises as `finished_files`, and `StorageError`, code ``storage.full``, where the disk lacks the space: both before
+    anything is written. Later errors leave a folder that the same call continues.
+    """
+    found = finished_files(storage, folder, state)
+    _check_space(storage, sum(file.nbytes for file in folder.files if file.name not in found.digests))
+    small_kept, small_nbytes = list[str](), 0
+    clean = partial(_remove_leftovers, storage, folder)
+    storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))
+    clean()
+    for name, data in folder.first.items():
+        small_nbytes += _create(storage, name, data, found, small_kept)
+    tasks = _tasks(storage, folder, state, found, read_back)
+    done = _run(tasks, storage, state, workforce=workforce, advance=advance, clean=clean)
+    for name, data in folder.last.items():
+        small_nbytes += _create(storage, name, data, found, small_kept)
+    if finish is not None:
+        finish()
+    storage.delete(RECORD_NAME)
+    for name in storage.list(""):
+        if is_files_record(name):
+            storage.delete(name)
+    kept = sorted((*small_kept, *(name for each in done for name in each.kept)))
+    nbytes = small_nbytes + sum(each.nbytes for each in done)
+    return WrittenFolder(tuple(kept), nbytes, sum(each.bytes_read for each in done))
+
+
+def _tasks(
+    storage: Store, folder: NewFolder, state: StoredState, found: ExportedFiles, read_back: bool
+) -> list[FilesTask]:
+    """The work on the files with tensors."""
+    source, record = StoredSource.of(state), msgspec.json.encode(_record(folder, state))
+    return [
+        FilesTask(
+            source=source,
+            folder=storage.location,
+            record=record,
+            digest=folder.digest,
+            groups=groups,
+            present={
+                file.name: found.digests[file.name]
+                for group in groups
+                for file in group.files
+                if file.name in found.digests
+            },
+            is_whole=found.is_whole,
+            read_back=read_back,
+        )
+        for groups in task_groups(file_groups(folder.files))
+    ]
+
+
+def _run(
+    tasks: Sequence[FilesTask],
+    storage: Store,
+    state: StoredState,
+    *,
+    workforce: Workforce,
+    advance: Callable[[int], None],
+    clean: Callable[[], None],
+) -> list[WrittenFiles]:
+    """Run all tasks. `clean` removes what dead workers left."""
+    done: list[WrittenFiles] = []
+    with workforce([task.nbytes for task in tasks]) as executor:
+        if executor is None:
+            blocks = EdgeBlocks()
+            with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+                return [task.write(storage, state, blocks, pool, advance) for task in tasks]
+
+        def finished(files: WrittenFiles) -> None:
+            done.append(files)
+            advance(files.data_nbytes)
+
+        try:
+            run_tasks(tasks, executor, finished=finished)
+        except Exception:
+            clean()
+            raise
+    return done
+
+
+def _remove_leftovers(storage: Store, folder: NewFolder) -> None:
+    for above in folder.folders:
+        for leftover in storage.leftovers(above):
+            storage.delete(f"{above}/{leftover}" if above else leftover)
+
+
+def _create(storage: Store, name: str, data: bytes, found: ExportedFiles, kept: list[str]) -> int:
+    """Create a small file; one with the same bytes is `kept`. Returns the bytes written."""
+    if name in found.digests:
+        if storage.read(name) == data:
+            kept.append(name)
+            return 0
+        storage.delete(name)
+    storage.create(name, data)
+    return len(data)
+
+
+def _check_space(storage: Store, nbytes: int) -> None:
+    """Refuse a folder that its disk has no room for. Other processes may fill the disk meanwhile."""
+    folder = storage.location.folder
+    if folder is None:
+        return
+    there = next((place for place in (folder, *folder.parents) if place.exists()), Path("/"))
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise StorageError(
+            f"{folder} needs {size(nbytes)}, but its disk has only {size(free)} free.",
+            code="storage.full",
+            action="Free space, or name a folder on another disk.",
+            path=str(folder),
+        )

@@ -1,0 +1,75 @@
+"""A stored state as a small value, from which workers open the same state by themselves."""
+
+from __future__ import annotations
+
+import socket
+from functools import lru_cache
+from threading import Lock
+from typing import NamedTuple
+
+from holdfast.checkpoint.stored_state import StoredState
+from holdfast.errors import HoldfastError, StorageError
+from holdfast.format.records import Place
+from holdfast.interop.formats import find_state
+from holdfast.run.paths import Selection
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
+
+_opening = Lock()
+
+
+class StoredSource(NamedTuple):
+    """What opens a state again: where it is, and what it must be. `fingerprint` tells versions of its files apart."""
+
+    location: Location
+    place: Place | None
+    identity: str
+    fingerprint: str
+
+    @staticmethod
+    def of(state: StoredState) -> StoredSource:
+        """The value for an open state."""
+        record = state.record
+        place = record.place if record.in_history else None
+        return StoredSource(record.location, place, record.identity, state.fingerprint)
+
+    def open(self) -> StoredState:
+        """Open the state. A process opens it once for all tasks.
+
+        Raises `StorageError`, code ``storage.not_shared``, where another state, or none, is at the place.
+        """
+        with _opening:
+            return _opened(self)
+
+
+@lru_cache(maxsize=2)
+def _opened(source: StoredSource) -> StoredState:
+    state = find_state(Selection(source.location, place=source.place)).state
+    if state.record.identity != source.identity:
+        raise not_shared(str(source.location), "finds another checkpoint at")
+    return state
+
+
+def shared_store(location: Location, key: str, expected: bytes) -> Store:
+    """The store at `location`, in which the caller of this worker has created `key` with the bytes `expected`.
+
+    Raises `StorageError`, code ``storage.not_shared``, where this process sees another place under that name.
+    """
+    storage = open_store(location)
+    try:
+        found = storage.read(key)
+    except HoldfastError as error:
+        raise not_shared(storage.path(key), "does not see") from error
+    if found != expected:
+        raise not_shared(storage.path(key), "sees other bytes in")
+    return storage
+
+
+def not_shared(path: str, what: str) -> StorageError:
+    """The error for a worker that `what` the file or folder at `path`."""
+    return StorageError(
+        f"the worker on {socket.gethostname()} {what} '{path}'.",
+        code="storage.not_shared",
+        action="Name paths that all workers share, or use processes of this machine.",
+        path=path,
+    )
