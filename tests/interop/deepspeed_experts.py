@@ -3,12 +3,11 @@
     torchrun --standalone --nproc_per_node 2 -m tests.interop.deepspeed_experts save FOLDER CASE...
     torchrun --standalone --nproc_per_node 4 -m tests.interop.deepspeed_experts load FOLDER FROM:TO...
 
-A case is the name of a case of `deepspeed_jobs`, and the size of an expert-parallel group: ``zero2-ep4``. With ``-data``
-at the end, ranks that hold the same experts lie beside each other (``use_data_before_expert_parallelism``). ``save``
-trains an engine for four steps, saves it into FOLDER/CASE/run, has DeepSpeed save it into FOLDER/CASE/native, and
-writes what all live engines hold under the numbers of the experts among those of all ranks; then the same two steps
-later. ``load`` loads the run into a fresh engine, ``native`` the folder of DeepSpeed; both compare by bits. What a job
-finds is written as JSON by rank 0.
+A case is the name of a case of `deepspeed_jobs`, and the size of an expert-parallel group: ``zero2-ep4``. With
+``-data`` at the end, ranks that hold the same experts lie beside each other. ``save`` trains an engine for four steps,
+saves it into FOLDER/CASE/run, has DeepSpeed save it into FOLDER/CASE/native, and writes what all live engines hold
+under the numbers of the experts among those of all ranks; then the same two steps later. ``load`` loads the run into a
+fresh engine, ``native`` the folder of DeepSpeed; both compare by bits. What a job finds is written as JSON by rank 0.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
-from tests.interop.deepspeed_jobs import CASES, differences, values_of
-from tests.interop.write_deepspeed import SLOTS, flat_groups
+from tests.interop.deepspeed_jobs import differences, values_of
+from tests.interop.write_deepspeed import CASES, SLOTS, flat_groups
 from tests.support.collectives import counted
 
 #: The number of experts in each of the two layers.
@@ -106,7 +105,8 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
         {"name": "weights", "params": [each for _, each in named if each.ndim > 1], "weight_decay": 0.1},
         {"name": "vectors", "params": [each for _, each in named if each.ndim == 1], "weight_decay": 0.0, "lr": 2e-2},
     ]
-    return split_params_into_different_moe_groups_for_optimizer(groups)
+    divided: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(groups)
+    return divided
 
 
 def new_engine(case: str, *, seed: int = 0) -> Any:
@@ -143,7 +143,7 @@ def train(engine: Any, steps: int, *, first: int = 0) -> Any:
             engine.backward(engine(tokens).float().square().mean())
             engine.step()
     for name, buffer in engine.module.named_buffers():
-        buffer += steps * (1 + len(name))
+        buffer.add_(steps * (1 + len(name)))
     return engine
 
 

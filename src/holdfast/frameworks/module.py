@@ -273,10 +273,10 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     extra = _extra_of(module, path, traits) if traits.known or traits.has_extra_state else None
     if extra is not None:
         state.extras.append((f"{base}_extra_state", extra))
-    first = state.first_experts.get(id(module)) if state.first_experts else None
+    number = state.first_experts.get(id(module)) if state.first_experts else None
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
-            name = name if first is None else str(first + int(name))  # noqa: PLW2901
+            name = name if number is None else str(number + int(name))  # noqa: PLW2901
             inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
             _walk(child, inside, path, unsynced, state)
 
