@@ -34,7 +34,8 @@ test-frameworks: $(VENV)/dev.stamp
 test-deepspeed: $(DEEPSPEED)/deepspeed.stamp
 	$(DEEPSPEED)/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 \
 		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py \
-		tests/interop/test_deepspeed_universal.py tests/trainers/test_accelerate_deepspeed.py
+		tests/interop/test_deepspeed_experts.py tests/interop/test_deepspeed_universal.py \
+		tests/trainers/test_accelerate_deepspeed.py
 
 test-megatron: $(MEGATRON)/megatron.stamp
 	$(MEGATRON)/bin/pytest -q -m megatron -o faulthandler_timeout=280 tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py

@@ -27,7 +27,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
@@ -200,23 +199,10 @@ def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
     return result
 
 
-class Routed(nn.Module):
-    """A module with a layer of experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=1)
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.experts(given)[0]
-        return found
-
-
 def refused(folder: Path, kind: str) -> dict[str, Any]:
     """The error of a save of an engine that holds its state in ways of its own, and of a load into it."""
     made: dict[str, Callable[[], nn.Module]] = {
         "pipeline": lambda: PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss()),
-        "experts": Routed,
     }
     model = made[kind]()
     config = {"train_micro_batch_size_per_gpu": 2}

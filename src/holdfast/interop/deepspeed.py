@@ -101,6 +101,7 @@ class _Opening:
             self._check_rank(rank, each, flats, in_order=in_order)
         values = FoundValues(path(files.model[0]))
         values.add_model(model)
+        of_model = set(values.tensors)
         kind = model.option("optimizer", "type", default="")
         values.add_optimizer(optim, _by_group(flats), kind=kind if isinstance(kind, str) else "")
         self._add_trained(flats, optims, values)
@@ -108,7 +109,7 @@ class _Opening:
         add_module(self._table, self._root, files.model, models, trained, is_partitioned=files.is_partitioned)
         self._add_experts(layers, trained, values)
         for name, tensor in values.tensors.items():
-            self._table.whole(name, files.model[0], tensor)
+            self._table.whole(name, files.model[0] if name in of_model else files.optim[0], tensor)
         places = self._table.places(second_names(self._table, model))
         return ForeignState(
             self._folder,
