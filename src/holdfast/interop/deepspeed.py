@@ -21,7 +21,7 @@ from holdfast.interop.deepspeed_archives import Archives
 from holdfast.interop.deepspeed_folder import FoundFiles, complete_files, find_files, is_deepspeed
 from holdfast.interop.deepspeed_layers import (
     ExpertLayers,
-    Sample,
+    ExpertSample,
     agrees,
     holders,
     is_of_expert,
@@ -237,7 +237,7 @@ class _Opening:
 
     def _sample(
         self, flat: _Flat, place: int, master: PickledTensor, copies: Mapping[str, tuple[str, PickledTensor]]
-    ) -> Sample | None:
+    ) -> ExpertSample | None:
         """Some elements of the first parameter of which a rank has any; None where it has padding alone."""
         for name, shape, pieces in zip(flat.names, flat.shapes, flat.pieces, strict=True):
             mine = np.flatnonzero(pieces.ranks == place)
@@ -250,7 +250,7 @@ class _Opening:
             first = int(np.ravel_multi_index(tuple(pieces.starts[box]), shape)) if shape else 0
             numel = min(int(pieces.sizes[box].prod()), _MAX_SAMPLED)
             masters = self._files.optim[flat.ranks[place]], master, int(pieces.firsts[box])
-            return Sample(name, masters, (key, copy, first), numel)
+            return ExpertSample(name, masters, (key, copy, first), numel)
         return None
 
     def _check_rank(self, rank: int, optim: OptimStates, flats: Sequence[_Flat], *, in_order: bool) -> None:

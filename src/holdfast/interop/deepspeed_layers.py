@@ -120,7 +120,7 @@ def possible_orders(model: ModelStates) -> Sequence[bool]:
     return [config.get(_BY_DATA, False) is True]
 
 
-class Sample(NamedTuple):
+class ExpertSample(NamedTuple):
     """Some master weights of an expert in the file of a rank, and the copies of the same elements in the expert's file:
     the keys of both files, the tensors in them, and the first element and the number of elements in each."""
 
@@ -130,7 +130,7 @@ class Sample(NamedTuple):
     numel: int
 
 
-def agrees(sample: Sample, read: Callable[[str, PickledTensor, int, int], bytes]) -> bool:
+def agrees(sample: ExpertSample, read: Callable[[str, PickledTensor, int, int], bytes]) -> bool:
     """Whether master weights are those of the copies, which are their casts. `read` returns elements of a tensor: from
     a file, from the first one on, so many."""
     weights, copies = (read(*each, sample.numel) for each in (sample.master, sample.copy))
