@@ -45,3 +45,15 @@ def test_a_folder_that_deepspeed_has_just_written_is_read_bit_by_bit(tmp_path: P
         assert (read.dtype, read.shape) == (tensor.dtype, tensor.shape), key
         assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), key
     assert view.value("engine/global_steps") == 4
+
+
+@pytest.mark.parametrize("case", ["zero1-tensor-rates", "zero3-tensor-rates"])
+def test_a_hyper_parameter_that_is_a_tensor_is_read_from_the_file_of_the_optimizer(tmp_path: Path, case: str) -> None:
+    folder = written(tmp_path, case, 2)
+    view = holdfast.open(folder)
+    (file,) = folder.glob("global_step4/*zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    outer = torch.load(file, weights_only=False)["optimizer_state_dict"]
+    inner = outer["optimizer_state_dict" if case.startswith("zero3") else "base_optimizer_state"]
+    for index, group in enumerate(inner["param_groups"]):
+        assert isinstance(group["lr"], torch.Tensor)
+        assert torch.equal(view[f"optimizer/param_groups/{index}/lr"][...], group["lr"])

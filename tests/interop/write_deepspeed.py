@@ -53,20 +53,27 @@ CASES |= {
     f"{case}-two": {**CASES[case], "groups": TWO_GROUPS}
     for case in ("zero1", "zero2", "zero2-round-robin", "zero3", "bf16-optimizer")
 }
+#: The learning rates are tensors.
+CASES |= {f"{case}-tensor-rates": {**CASES[case], "tensor_rates": True} for case in ("zero1", "zero3")}
 SLOTS = ("exp_avg", "exp_avg_sq")
 
 
 def new_engine(config: dict[str, Any], *, seed: int = 0) -> Any:
-    """An engine with the weights that `seed` draws, and with the groups of `config`, which is no key of DeepSpeed."""
+    """An engine with the weights that `seed` draws, and with the groups and the kind of rates of `config`, which are no
+    keys of DeepSpeed."""
     config = dict(config)
     groups = config.pop("groups", GROUPS)
+    has_tensors = config.pop("tensor_rates", False)
     torch.manual_seed(seed)
     model = TiedNet()
+    parts = grouped(model, groups)
+    for part in parts if has_tensors else ():
+        part["lr"] = torch.tensor(part["lr"])
     common = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
     engine, *_ = deepspeed.initialize(
         model=model,
-        optimizer=None if "optimizer" in config else torch.optim.AdamW(grouped(model, groups), lr=1e-2),
-        model_parameters=grouped(model, groups),
+        optimizer=None if "optimizer" in config else torch.optim.AdamW(parts, lr=1e-2),
+        model_parameters=parts,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, [lambda step: 1 / (1 + step)] * len(groups)),
         config={**common, **config},
     )

@@ -17,6 +17,7 @@ from holdfast.errors import StateError
 from holdfast.format.names import join
 from holdfast.format.values import TableNode
 from holdfast.frameworks import BindingSource, Finish, Sink
+from holdfast.frameworks.deepspeed_experts import has_made_layers
 from holdfast.frameworks.deepspeed_flats import EngineFlats, engine_flats, is_known
 from holdfast.frameworks.deepspeed_slots import bind_slots, describe_slots
 from holdfast.frameworks.module import ModuleState, bind_module_state, describe_module, read_module
@@ -215,8 +216,9 @@ def _refuse(path: str, engine: Any) -> None:
         problem = f"is {with_article(min(others))}, which holds the model in parts of its own"
     elif engine.mp_world_size > 1:
         problem = f"divides the model itself among {engine.mp_world_size} ranks (tensor or pipeline parallelism)"
-    elif engine.has_moe_layers:
-        problem = "has layers of experts, which each rank holds for itself under names of its own"
+    elif engine.has_moe_layers and has_made_layers(engine.module.modules()):
+        problem = "has layers of experts that DeepSpeed made of those of another library (AutoEP)"
+        action = "Save with engine.save_checkpoint, or build the layers with deepspeed.moe.layer.MoE."
     elif not is_known(optimizer):
         problem = f"has an optimizer of type {type(optimizer).__qualname__}, which holdfast does not know"
     elif offloaded:

@@ -19,7 +19,7 @@ from torch import nn
 from holdfast.errors import StateError
 from holdfast.format.names import component, join
 from holdfast.format.values import Open
-from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink, fsdp1
+from holdfast.frameworks import BindingSource, Finish, NamedTensor, Sink, deepspeed_experts, fsdp1
 from holdfast.frameworks.flat_memory import FlatMemory
 from holdfast.frameworks.known_types import (
     KnownType,
@@ -100,11 +100,14 @@ class ModuleState(NamedTuple):
     managed: set[tuple[int, str]]
     #: The flat memory of these units.
     held: list[FlatMemory]
+    #: For each list of experts, by its id, the number that its first expert has among those of all ranks.
+    first_experts: dict[int, int]
 
 
 class _Traits(NamedTuple):
     """The traits of a type of modules: what is known about it, the attribute that holds the module it wraps, the method
-    by which it changes its state dict, whether it has extra state, whether it is DDP, FSDP2, or FSDP1."""
+    by which it changes its state dict, whether it has extra state, whether it is DDP, FSDP2, FSDP1, or a layer of
+    experts of DeepSpeed."""
 
     known: KnownType | None
     wrapped: str | None
@@ -113,6 +116,7 @@ class _Traits(NamedTuple):
     synchronizes: bool
     shards: bool
     flattens: bool
+    routes: bool
 
 
 def flatten_module(path: str, module: nn.Module, sink: Sink) -> bool:
@@ -211,7 +215,7 @@ def read_module(path: str, module: nn.Module, wants: Callable[[str], bool], *, i
     """Walk a module. With `in_engine`, a DeepSpeed engine keeps its copies on the ranks equal, as DDP does: parameters
     are not compared, and buffers are those of the first rank; and ZeRO-3 may hold the elements of parameters
     elsewhere, where the caller finds them. Without an engine that is refused, code ``state.engine``."""
-    state = ModuleState(wants, [], [], [], [], set(), [])
+    state = ModuleState(wants, [], [], [], [], set(), [], {})
     _walk(module, "", path, frozenset() if in_engine else None, state)
     if not in_engine and any(type(owner._parameters).__name__ == _ZERO_3 for _, owner in state.modules):  # noqa: SLF001
         raise _partitioned(path)
@@ -262,12 +266,17 @@ def _walk(module: nn.Module, prefix: str, path: str, unsynced: frozenset[int] | 
     state.modules.append((base, module))
     if traits.flattens:
         _note_unit(module, state)
+    if traits.routes:
+        experts, first = deepspeed_experts.numbered_experts(path, module)
+        state.first_experts[id(experts)] = first
     _add_own_tensors(module, base, path, unsynced, state)
     extra = _extra_of(module, path, traits) if traits.known or traits.has_extra_state else None
     if extra is not None:
         state.extras.append((f"{base}_extra_state", extra))
+    number = state.first_experts.get(id(module)) if state.first_experts else None
     for name, child in module._modules.items():  # noqa: SLF001
         if child is not None:
+            name = name if number is None else str(number + int(name))  # noqa: PLW2901
             inside = prefix if name == traits.wrapped else f"{prefix}{component(name, path=path)}."
             _walk(child, inside, path, unsynced, state)
 
@@ -381,7 +390,7 @@ def _traits(kind: type) -> _Traits:
     """The traits of modules of type `kind` that a walk needs."""
     plain = ("_save_to_state_dict", "state_dict")
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    names = ((base.__module__, base.__qualname__) for base in kind.__mro__)
+    names = [(base.__module__, base.__qualname__) for base in kind.__mro__]
     return _Traits(
         known=known_type(kind),
         wrapped=next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None),
@@ -390,6 +399,7 @@ def _traits(kind: type) -> _Traits:
         synchronizes=issubclass(kind, nn.parallel.DistributedDataParallel),
         shards=fsdp is not None and issubclass(kind, fsdp.FSDPModule),
         flattens=fsdp is not None and issubclass(kind, fsdp.FullyShardedDataParallel),
+        routes=deepspeed_experts.LAYER in names,
     )
 
 

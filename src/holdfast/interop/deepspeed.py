@@ -7,16 +7,28 @@ slots of the optimizer are ``optimizer/state/model/<name>/<slot>``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from math import prod
 from typing import Final, NamedTuple
+
+import numpy as np
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import component, join, shown
 from holdfast.geometry import Shape
 from holdfast.interop.deepspeed_archives import Archives
 from holdfast.interop.deepspeed_folder import FoundFiles, complete_files, find_files, is_deepspeed
+from holdfast.interop.deepspeed_layers import (
+    ExpertLayers,
+    ExpertSample,
+    agrees,
+    holders,
+    is_of_expert,
+    other_experts,
+    possible_orders,
+    read_layers,
+)
 from holdfast.interop.deepspeed_layout import FlatParts, grouped, part_numel, partitioned, share
 from holdfast.interop.deepspeed_module import add_module, mixed, second_names
 from holdfast.interop.deepspeed_states import ModelStates, OptimStates, model_states, optim_states
@@ -26,6 +38,9 @@ from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.pickled_tree import CheckedNodes
 from holdfast.interop.torch_globals import PickledTensor
 from holdfast.wording import count
+
+#: So many master weights of a rank are compared with the copies in the file of their expert.
+_MAX_SAMPLED: Final = 256
 
 
 class DeepSpeedFormat:
@@ -43,10 +58,16 @@ class DeepSpeedFormat:
 
 
 class _Flat(NamedTuple):
-    """A flat group of all ranks: its parameters with their pieces, and how many elements each rank has, without and
-    with padding."""
+    """A flat group that some `ranks` share: its parameters, by their names in the model and by those in the files of
+    these ranks, with their pieces, and how many elements each rank has, without and with padding.
 
+    All ranks share a group, unless it is of experts: then there is one for each expert-parallel rank.
+    """
+
+    group: int
+    ranks: Sequence[int]
     names: Sequence[str]
+    local: Sequence[str]
     shapes: Sequence[Shape]
     pieces: Sequence[FlatParts]
     filled: Sequence[int]
@@ -61,8 +82,9 @@ class _Opening:
         self._archives = Archives(folder)
         keys = [*found.optim.values()] or [*found.model.values()]
         self._files = complete_files(found, self._world_size(found, keys[0]))
-        self._keys = [*self._files.model, *self._files.optim]
+        self._keys = [*self._files.model, *self._files.optim, *found.experts.values()]
         self._table = TensorTable(folder, self._archives.opened, self._keys)
+        self._found = found
         self._root = found.root
 
     def state(self) -> ForeignState:
@@ -72,19 +94,22 @@ class _Opening:
         optims = [self._archives.read(key, optim_states) for key in files.optim]
         self._check_alike(models, optims)
         model, optim = models[0], optims[0]
+        layers = read_layers(self._found, model, self._archives) if self._found.experts else ExpertLayers({}, ())
         in_order = model.option("zero_optimization", "round_robin_gradients", default=False) is False
-        flats = self._flats(model, optim)
+        flats = self._flats(model, optims, layers)
         for rank, each in enumerate(optims):
             self._check_rank(rank, each, flats, in_order=in_order)
         values = FoundValues(path(files.model[0]))
         values.add_model(model)
+        of_model = set(values.tensors)
         kind = model.option("optimizer", "type", default="")
-        values.add_optimizer(optim, [flat.names for flat in flats], kind=kind if isinstance(kind, str) else "")
+        values.add_optimizer(optim, _by_group(flats), kind=kind if isinstance(kind, str) else "")
         self._add_trained(flats, optims, values)
         trained = frozenset(chain.from_iterable(flat.names for flat in flats))
         add_module(self._table, self._root, files.model, models, trained, is_partitioned=files.is_partitioned)
+        self._add_experts(layers, trained, values)
         for name, tensor in values.tensors.items():
-            self._table.whole(name, files.model[0], tensor)
+            self._table.whole(name, files.model[0] if name in of_model else files.optim[0], tensor)
         places = self._table.places(second_names(self._table, model))
         return ForeignState(
             self._folder,
@@ -98,9 +123,10 @@ class _Opening:
     # --- reading ---
 
     def _world_size(self, found: FoundFiles, key: str) -> int:
-        if found.optim:
+        of_model = found.model.get(None) if found.experts else None if found.optim else key
+        if of_model is None:
             return max(self._archives.read(key, optim_states).world_sizes)
-        number = self._archives.read(key, model_states).engine.get("dp_world_size")
+        number = self._archives.read(of_model, model_states).engine.get("dp_world_size")
         return number if type(number) is int and number > 0 else 1
 
     # --- checks ---
@@ -110,11 +136,13 @@ class _Opening:
         for rank, optim in enumerate(optims):
             if (optim.stage == 3) != self._files.is_partitioned:
                 raise self._mixed(f"{self._files.optim[rank]} is of ZeRO stage {optim.stage}, unlike the model files")
-            if len(set(optim.world_sizes)) > 1:
-                what = "has groups that are cut over different numbers of ranks, as those of experts"
+            if len(set(optim.world_sizes)) > 1 and not self._found.experts:
+                what = "has groups that are cut over different numbers of ranks, and the folder has no files of experts"
                 raise unreadable(self._folder.path(self._files.optim[rank]), what)
-            mine = (optim.stage, optim.version, optim.world_sizes[0], len(optim.masters), optim.groups_of)
-            theirs = optims[0].stage, optims[0].version, len(optims), len(optims[0].masters), optims[0].groups_of
+            mine, theirs = (
+                (each.stage, each.version, max(each.world_sizes), len(each.masters), each.groups_of, each.world_sizes)
+                for each in (optim, optims[0])
+            )
             if mine != theirs:
                 raise self._mixed(
                     f"rank {rank} wrote ZeRO-{mine[0]} of DeepSpeed {mine[1]} on {count(mine[2], 'rank')}, rank 0 "
@@ -130,9 +158,9 @@ class _Opening:
     def _mixed(self, what: str) -> HoldfastError:
         return mixed(self._root, what)
 
-    def _flats(self, model: ModelStates, optim: OptimStates) -> list[_Flat]:
+    def _flats(self, model: ModelStates, optims: Sequence[OptimStates], layers: ExpertLayers) -> list[_Flat]:
         """The flat groups, by the shapes in the model file."""
-        world_size = len(self._files.optim)
+        optim = optims[0]
         if len(model.groups) != len(optim.masters):
             raise self._mixed(
                 f"the model file has {count(len(model.groups), 'group')}, the optimizer {len(optim.masters)}"
@@ -140,21 +168,90 @@ class _Opening:
         names = list(chain.from_iterable(model.groups))
         if len(names) != len(set(names)):
             raise damaged(self._folder.path(self._files.model[0]), "has a parameter in two groups")
-        flats = []
+        dense = [index for index, group in enumerate(model.groups) if not any(map(is_of_expert, group))]
+        flats = [self._flat(model, optim, index, range(len(self._files.optim))) for index in dense]
+        if len(dense) == len(model.groups):
+            return flats
+        if optim.stage == 3:
+            raise unreadable(self._root, "has groups of experts that are cut as ZeRO-3 cuts them")
+        orders = [self._of_experts(model, optim, layers, by_data=order) for order in possible_orders(model)]
+        faults: list[HoldfastError] = []
+        for found in orders:
+            fault = self._fault(found, optims, layers)
+            if fault is None:
+                return sorted([*flats, *found], key=lambda flat: flat.group)
+            faults.append(fault)
+        raise faults[0]
+
+    def _flat(self, model: ModelStates, optim: OptimStates, index: int, ranks: Sequence[int]) -> _Flat:
+        """A flat group that these ranks share, under the names in the model file."""
+        group, world_size = model.groups[index], len(ranks)
+        names, shapes = list(group), list(group.values())
+        if optim.stage == 3:
+            part = sum(share(shape, world_size) for shape in shapes)
+            pieces = partitioned(shapes, world_size)
+            return _Flat(index, ranks, names, names, shapes, pieces, [part] * world_size, part)
+        numels = list(map(prod, shapes))
+        paddings = [0] * len(group) if optim.paddings is None else optim.paddings[index]
+        if len(paddings) != len(group):
+            raise damaged(self._folder.path(self._files.optim[0]), "has paddings of other parameters")
+        part = part_numel(numels, paddings, world_size)
+        filled = [min(max(sum(numels) + sum(paddings) - place * part, 0), part) for place in range(world_size)]
+        return _Flat(index, ranks, names, names, shapes, grouped(shapes, paddings, part), filled, part)
+
+    def _of_experts(
+        self, model: ModelStates, optim: OptimStates, layers: ExpertLayers, *, by_data: bool
+    ) -> list[_Flat]:
+        """The flat groups of experts: for each group, one of each expert-parallel rank, under the names that its
+        parameters have in the whole model."""
+        world_size = len(self._files.optim)
+        found = []
         for index, group in enumerate(model.groups):
-            shapes = list(group.values())
-            if optim.stage == 3:
-                part = sum(share(shape, world_size) for shape in shapes)
-                flats.append(_Flat(list(group), shapes, partitioned(shapes, world_size), [part] * world_size, part))
+            if not any(map(is_of_expert, group)):
                 continue
-            numels = list(map(prod, shapes))
-            paddings = [0] * len(group) if optim.paddings is None else optim.paddings[index]
-            if len(paddings) != len(group):
-                raise damaged(self._folder.path(self._files.optim[0]), "has paddings of other parameters")
-            part = part_numel(numels, paddings, world_size)
-            filled = [min(max(sum(numels) + sum(paddings) - rank * part, 0), part) for rank in range(world_size)]
-            flats.append(_Flat(list(group), shapes, grouped(shapes, paddings, part), filled, part))
-        return flats
+            parts = optim.world_sizes[index] if index < len(optim.world_sizes) else world_size
+            if world_size % parts:
+                raise damaged(self._root, f"has {count(world_size, 'rank')}, and experts in {count(parts, 'part')}")
+            places = holders(world_size, parts, by_data=by_data)
+            for place, ranks in enumerate(places):
+                flat = self._flat(model, optim, index, ranks)
+                names = [layers.name_at(name, place, len(places)) for name in flat.local]
+                if None in names:
+                    what = f"has {shown(flat.local[names.index(None)]):.200}, an expert that its layer does not have"
+                    raise damaged(self._folder.path(self._files.model[0]), what)
+                found.append(flat._replace(names=[name for name in names if name is not None]))
+        return found
+
+    def _fault(
+        self, flats: Sequence[_Flat], optims: Sequence[OptimStates], layers: ExpertLayers
+    ) -> HoldfastError | None:
+        """An error, if the file of a rank has other experts than `flats` say. The copies of weights in the files of
+        the experts tell."""
+        copies = layers.copies
+        for flat in flats:
+            for place, rank in enumerate(flat.ranks):
+                sample = self._sample(flat, place, optims[rank].masters[flat.group], copies)
+                if sample is not None and not agrees(sample, self._table.elements):
+                    return other_experts(self._folder.path(self._files.optim[rank]), sample.name)
+        return None
+
+    def _sample(
+        self, flat: _Flat, place: int, master: PickledTensor, copies: Mapping[str, tuple[str, PickledTensor]]
+    ) -> ExpertSample | None:
+        """Some elements of the first parameter of which a rank has any; None where it has padding alone."""
+        for name, shape, pieces in zip(flat.names, flat.shapes, flat.pieces, strict=True):
+            mine = np.flatnonzero(pieces.ranks == place)
+            if not len(mine) or name not in copies:
+                continue
+            key, copy = copies[name]
+            if copy.shape != shape:
+                raise self._mixed(f"{shown(name):.200} has another shape in the file of its expert")
+            box = int(mine[0])
+            first = int(np.ravel_multi_index(tuple(pieces.starts[box]), shape)) if shape else 0
+            numel = min(int(pieces.sizes[box].prod()), _MAX_SAMPLED)
+            masters = self._files.optim[flat.ranks[place]], master, int(pieces.firsts[box])
+            return ExpertSample(name, masters, (key, copy, first), numel)
+        return None
 
     def _check_rank(self, rank: int, optim: OptimStates, flats: Sequence[_Flat], *, in_order: bool) -> None:
         """Refuse a file whose flat tensors have other sizes than the parameters ask for, or that is of another rank.
@@ -162,18 +259,20 @@ class _Opening:
         The fragments tell the rank only where the parameters lie `in_order`: they are wrong under round robin.
         """
         path = self._folder.path(self._files.optim[rank])
+        flats = [flat for flat in flats if rank in flat.ranks]
         if optim.fragments is not None and in_order:
-            expected = [dict(_fragments(flat, rank)) for flat in flats]
+            expected = [dict(_fragments(flat, flat.ranks.index(rank))) for flat in flats]
             if expected != list(optim.fragments):
                 what = (
                     f"holds other parts of the parameters than rank {rank} has: it was renamed, or is of another save"
                 )
                 raise damaged(path, what)
         for index, flat in enumerate(flats):
+            filled = flat.filled[flat.ranks.index(rank)]
             for what, tensor in (("master", optim.masters[index]), *optim.slots[index].items()):
                 if not isinstance(tensor, PickledTensor) or not tensor.shape:
                     continue
-                if len(tensor.shape) != 1 or tensor.shape[0] not in (flat.padded, flat.filled[rank]):
+                if len(tensor.shape) != 1 or tensor.shape[0] not in (flat.padded, filled):
                     found = f"{shown(what):.100} of group {index} has the shape {list(tensor.shape)}"
                     raise damaged(path, f"does not fit the model file: {found} instead of [{flat.padded}]")
 
@@ -181,40 +280,59 @@ class _Opening:
 
     def _add_trained(self, flats: Sequence[_Flat], optims: Sequence[OptimStates], values: FoundValues) -> None:
         """Add the master weights and the slots of all parameters."""
-        keys = self._files.optim
-        for index, flat in enumerate(flats):
-            masters = [optim.masters[index] for optim in optims]
+        for flat in flats:
+            keys = [self._files.optim[rank] for rank in flat.ranks]
+            mine = [optims[rank] for rank in flat.ranks]
+            masters = [optim.masters[flat.group] for optim in mine]
             for name, shape, pieces in zip(flat.names, flat.shapes, flat.pieces, strict=True):
                 self._table.cut(join("model", component(name)), shape, keys, masters, pieces)
-            for slot in optims[0].slots[index]:
-                parts = [optim.slots[index].get(slot) for optim in optims]
+            for slot in mine[0].slots[flat.group]:
+                parts = [optim.slots[flat.group].get(slot) for optim in mine]
                 self._add_slot(flat, slot, parts, values)
 
     def _add_slot(self, flat: _Flat, slot: str, parts: Sequence[object], values: FoundValues) -> None:
-        keys = self._files.optim
+        keys = [self._files.optim[rank] for rank in flat.ranks]
         tensors = [part for part in parts if isinstance(part, PickledTensor)]
         if len({type(part) for part in parts}) > 1 or len({tensor.shape == () for tensor in tensors}) > 1:
             raise self._mixed(f"the ranks have {shown(slot):.100} in different forms")
         if not tensors or tensors[0].shape == ():
-            self._check_equal(slot, parts)
+            self._check_equal(flat, slot, parts)
         for name, shape, pieces in zip(flat.names, flat.shapes, flat.pieces, strict=True):
             path = join("optimizer", "state", "model", component(name), component(slot))
             if not tensors:
                 values.add(path, parts[0])
             elif tensors[0].shape == ():
-                rank = int(pieces.ranks[0]) if len(pieces.ranks) else 0
-                self._table.whole(path, keys[rank], tensors[rank])
+                place = int(pieces.ranks[0]) if len(pieces.ranks) else 0
+                self._table.whole(path, keys[place], tensors[place])
             else:
                 self._table.cut(path, shape, keys, tensors, pieces)
 
-    def _check_equal(self, slot: str, parts: Sequence[object]) -> None:
+    def _check_equal(self, flat: _Flat, slot: str, parts: Sequence[object]) -> None:
         """Refuse ranks that have counted other steps: their files come from different saves."""
         first = None
-        for rank, part in enumerate(parts):
+        for place, (rank, part) in enumerate(zip(flat.ranks, parts, strict=True)):
             found = part if not isinstance(part, PickledTensor) else self._table.bytes_of(self._files.optim[rank], part)
-            first = found if rank == 0 else first
+            first = found if place == 0 else first
             if found != first:
-                raise self._mixed(f"rank {rank} has another {shown(slot):.100} than rank 0")
+                raise self._mixed(f"rank {rank} has another {shown(slot):.100} than rank {flat.ranks[0]}")
+
+    def _add_experts(self, layers: ExpertLayers, trained: frozenset[str], values: FoundValues) -> None:
+        """Add what the module holds of the experts: frozen parameters, buffers, and copies of trained parameters."""
+        for file in layers.files:
+            for name, found in file.content.items():
+                path = join("module" if name in trained else "model", component(name))
+                if isinstance(found, PickledTensor):
+                    self._table.whole(path, file.key, found)
+                else:
+                    values.add(path, found)
+
+
+def _by_group(flats: Sequence[_Flat]) -> list[list[str]]:
+    """The names of the parameters of each group, of all ranks."""
+    return [
+        list(chain.from_iterable(flat.names for flat in alike))
+        for _, alike in groupby(flats, key=lambda flat: flat.group)
+    ]
 
 
 def _training(model: ModelStates) -> tuple[object, ...]:
@@ -222,9 +340,9 @@ def _training(model: ModelStates) -> tuple[object, ...]:
     return [list(group.items()) for group in model.groups], model.engine.get("global_steps")
 
 
-def _fragments(flat: _Flat, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """The parts of parameters that a rank has, as ``(start, numel)`` in its flat tensor."""
-    for name, pieces in zip(flat.names, flat.pieces, strict=True):
-        mine = pieces.ranks == rank
+def _fragments(flat: _Flat, place: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The parts of parameters that one of the ranks of a group has, as ``(start, numel)`` in its flat tensor."""
+    for name, pieces in zip(flat.local, flat.pieces, strict=True):
+        mine = pieces.ranks == place
         if mine.any():
             yield name, (int(pieces.firsts[mine].min()), int(pieces.sizes[mine].prod(axis=1).sum()))

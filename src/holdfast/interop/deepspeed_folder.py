@@ -18,8 +18,14 @@ _MAX_TAG_NBYTES: Final = 4096
 _MODEL: Final = re.compile(r"(?:zero_pp_rank_(?P<rank>[0-9]+)_)?mp_rank_(?P<mp>[0-9]{2,})_model_states\.pt")
 #: Old versions wrote no underscore before "optim_states".
 _OPTIM: Final = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>[0-9]+)_mp_rank_(?P<mp>[0-9]{2,})_?optim_states\.pt")
+#: The weights of one expert of one layer; old versions had one file for that expert of all layers.
+_EXPERT: Final = re.compile(
+    r"layer_(?P<layer>[0-9]{1,9})_expert_(?P<number>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{2,})_model_states\.pt"
+)
+#: The optimizer of an engine with experts and without ZeRO, or with an old version of it.
+_WITHOUT_ZERO: Final = re.compile(r"expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt")
 _OTHER_PARALLEL: Final = re.compile(
-    r"layer_[0-9]+-model_[0-9]+-model_states\.pt|(?:layer_[0-9]+_)?exp(?:p_rank|ert)_[0-9]+_mp_rank_[0-9]+_.*\.pt"
+    r"layer_[0-9]+-model_[0-9]+-model_states\.pt|expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt"
 )
 _TO_UNIVERSAL: Final = "Load it with DeepSpeed on the layout that saved it, and save that state by holdfast."
 _SHOWN: Final = 5
@@ -37,13 +43,14 @@ class RankFiles(NamedTuple):
 
 
 class FoundFiles(NamedTuple):
-    """The files that are there, by their ranks; a model file of all ranks has rank None. `root` is the path of their
-    folder, for messages."""
+    """The files that are there, by their ranks; a model file of all ranks has rank None. Those of `experts` by the
+    numbers of the layer and of the expert. `root` is the path of their folder, for messages."""
 
     prefix: str
     root: str
     model: dict[int | None, str]
     optim: dict[int, str]
+    experts: dict[tuple[int, int], str]
 
     @property
     def is_partitioned(self) -> bool:
@@ -125,6 +132,7 @@ def find_files(folder: ForeignFolder) -> FoundFiles:
     _check_parallel(root, names)
     model: dict[int | None, str] = {}
     optim: dict[int, str] = {}
+    experts: dict[tuple[int, int], str] = {}
     for name in names:
         if (found := _MODEL.fullmatch(name)) is not None:
             model[None if found["rank"] is None else int(found["rank"])] = prefix + name
@@ -133,10 +141,12 @@ def find_files(folder: ForeignFolder) -> FoundFiles:
                 what = f"has two files of rank {found['rank']}: {other.removeprefix(prefix)} and {name}"
                 raise damaged(root, what, action="Remove those of another save.")
             optim[int(found["rank"])] = prefix + name
+        elif (found := _EXPERT.fullmatch(name)) is not None:
+            experts[int(found["layer"]), int(found["number"])] = prefix + name
     if None in model and len(model) > 1:
         what = "has model files of two saves: one of ZeRO-3 and one of another stage"
         raise damaged(root, what, action="Remove those of another save.")
-    return FoundFiles(prefix, root, model, optim)
+    return FoundFiles(prefix, root, model, optim, experts)
 
 
 def complete_files(found: FoundFiles, world_size: int) -> RankFiles:
@@ -162,8 +172,28 @@ def complete_files(found: FoundFiles, world_size: int) -> RankFiles:
     )
 
 
+def missing_experts(found: FoundFiles, counts: Sequence[int]) -> HoldfastError | None:
+    """The error for a folder whose files of experts are not those of as many layers with so many experts each."""
+    wanted = {(layer, number) for layer, total in enumerate(counts) for number in range(total)}
+    if missing := sorted(wanted - found.experts.keys()):
+        what = f"lacks {count(len(missing), 'file')} of {count(len(wanted), 'expert')}"
+        details = [f"{expert_name(*each)} is missing" for each in missing[:_SHOWN]]
+        return damaged(found.root, what, action="Copy the missing files again.", details=details)
+    if more := sorted(found.experts.keys() - wanted):
+        what = f"has {count(len(more), 'file')} of experts that its model does not have"
+        details = [expert_name(*each) for each in more[:_SHOWN]]
+        action = "Another save left them. Remove them, if they are older."
+        return damaged(found.root, what, action=action, details=details)
+    return None
+
+
+def expert_name(layer: int, number: int) -> str:
+    """The name of the file of an expert."""
+    return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
+
+
 def _is_state(name: str) -> bool:
-    return bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) or _OTHER_PARALLEL.fullmatch(name))
+    return any(pattern.fullmatch(name) for pattern in (_MODEL, _OPTIM, _EXPERT, _WITHOUT_ZERO, _OTHER_PARALLEL))
 
 
 def _tag(folder: ForeignFolder, file: str = LATEST) -> str:
@@ -183,13 +213,17 @@ def _no_such_tag(folder: ForeignFolder, tag: str) -> HoldfastError:
 
 
 def _check_parallel(root: str, names: Iterable[str]) -> None:
-    """Refuse what pipelines, experts and model-parallel ranks wrote."""
+    """Refuse what pipelines, experts without ZeRO and model-parallel ranks wrote."""
     names = tuple(names)
     other = next((name for name in names if _OTHER_PARALLEL.fullmatch(name)), None)
     if other is not None:
-        what = f"was saved by a pipeline or with experts ({other}), which holdfast does not read from DeepSpeed's files"
+        what = f"was saved by a pipeline or by an old DeepSpeed with experts ({other}), which holdfast does not read"
         raise unreadable(root, what, action=_TO_UNIVERSAL)
-    found = (_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) for name in names)
+    other = next((name for name in names if _WITHOUT_ZERO.fullmatch(name)), None)
+    if other is not None:
+        what = f"was saved with experts and without ZeRO: {other} knows parameters by their order alone"
+        raise unreadable(root, what, action=_TO_UNIVERSAL)
+    found = (_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) or _EXPERT.fullmatch(name) for name in names)
     degrees = {int(each["mp"]) for each in found if each is not None}
     if degrees != {0}:
         what = f"was saved by {count(max(degrees) + 1, 'model-parallel rank')}; holdfast reads checkpoints of one"

@@ -34,7 +34,8 @@ _TENSOR_KEYS: Final = frozenset(
 )
 _ENGINE_KEYS: Final = frozenset(
     (
-        *("checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_config", "ds_version"),
+        *("checkpoint_parallel_dimensions", "data_sampler", "dp_world_size", "ds_autoep_layers", "ds_config"),
+        *("ds_version", "num_experts"),
         *("global_samples", "global_steps", "lr_scheduler", "micro_steps", "mp_world_size", "optimizer"),
         *("random_ltd", "skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info"),
     )
@@ -104,6 +105,12 @@ def model_states(content: object, *, is_universal: bool = False) -> ModelStates:
         {key: value for key, value in table.items() if key in _ENGINE_KEYS and value is not None},
         {key: value for key, value in table.items() if key not in _ENGINE_KEYS | _TENSOR_KEYS},
     )
+
+
+def expert_states(content: object) -> Mapping[str, object]:
+    """The content of the file of one expert: its part of the module's state dict. Raises `PickleError` for anything
+    else."""
+    return _named(content, "the weights of an expert")
 
 
 def optim_states(content: object) -> OptimStates:

@@ -60,8 +60,13 @@ class TensorTable:
 
     def bytes_of(self, key: str, tensor: PickledTensor) -> bytes:
         """The elements of a small tensor."""
-        start = self._base(self._source(key, tensor))
-        return self._folder.storage.read(key, start=start, nbytes=prod(tensor.shape) * DTYPES[tensor.dtype].itemsize)
+        return self.elements(key, tensor, 0, prod(tensor.shape))
+
+    def elements(self, key: str, tensor: PickledTensor, first: int, numel: int) -> bytes:
+        """The bytes of some elements of a tensor, in row-major order."""
+        itemsize = DTYPES[tensor.dtype].itemsize
+        start = self._base(self._source(key, tensor)) + first * itemsize
+        return self._folder.storage.read(key, start=start, nbytes=numel * itemsize)
 
     def places(self, aliases: Mapping[str, str]) -> GivenPlaces:
         """The table as what the planner and the reader need."""

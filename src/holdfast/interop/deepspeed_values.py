@@ -77,7 +77,7 @@ class FoundValues:
             for name in names:
                 path = join("optimizer", "group_of", component(join("model", component(name))))
                 self.table[path] = Plain(optim.groups_of.get(flat, flat))
-        hyper = [_as_torch_has(group, kind) for group in optim.param_groups]
+        hyper = [_as_torch_has(_shared(group), kind) for group in optim.param_groups]
         decoupled = {group.get(_DECOUPLED) for group in hyper}
         if len(decoupled) == 1 and isinstance(is_decoupled := decoupled.pop(), bool):
             self.table["optimizer/class"] = Text(b"AdamW" if is_decoupled else b"Adam")
@@ -89,6 +89,14 @@ class FoundValues:
                 self.add(join(path, key), value)
         scaling = {**optim.scaling, **({} if optim.loss_scaler is None else {"loss_scaler": optim.loss_scaler})}
         self.add("scaling", dict(scaling))
+
+
+def _shared(group: Mapping[str, object]) -> Mapping[str, object]:
+    """The hyper-parameters of a group that do not depend on the ranks: a group of experts is named by the ranks that
+    hold them, as `holdfast.frameworks.optimizer_saving` says too."""
+    if group.get("moe") is not True:
+        return group
+    return {key: value for key, value in group.items() if key not in ("name", "moe")}
 
 
 def _as_torch_has(group: Mapping[str, object], kind: str) -> Mapping[str, object]:
