@@ -49,6 +49,12 @@ def decode_toml(text: str, kind: type[T]) -> T:
     return _build(lambda: msgspec.toml.decode(text, type=kind))
 
 
+def converted(value: object, kind: type[T]) -> T:
+    """A value of `kind` from one that another library has decoded. Raises `msgspec.ValidationError` for any other
+    `value`."""
+    return _build(lambda: msgspec.convert(value, kind))
+
+
 @calls.outer("the first decoding of a type")
 def _build(build: Callable[[], T]) -> T:
     calls.refuse_nested("a decoding", allowed=calls.ALL)

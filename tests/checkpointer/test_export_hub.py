@@ -20,7 +20,7 @@ import holdfast
 from holdfast import Checkpointer, EverySteps, ExportHub, KeepLast, Memory, exporting
 from holdfast.checkpointer import export_hub
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
-from holdfast.exporting import new_folder
+from holdfast.exporting import file_tasks
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
 from holdfast.format.records import Place
 from holdfast.io.writer import write_file
@@ -223,7 +223,7 @@ def train_and_die(run: str, folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write_file(*arguments, **options)
 
-    vars(new_folder)["write_file"] = killed
+    vars(file_tasks)["write_file"] = killed
     trained(run, ExportHub(folder, every=2, shard_nbytes=100), total=3)
 
 

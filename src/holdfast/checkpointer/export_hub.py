@@ -49,7 +49,7 @@ _LEASE_S: Final = 5.0
 _log = logging.getLogger(__name__)
 
 
-class _Task(NamedTuple):
+class _ExportTask(NamedTuple):
     """A checkpoint to export. A `lease` keeps it from being deleted while it waits. With `is_check`, the export is only
     planned, so that wrong options are found at the first commit."""
 
@@ -65,7 +65,7 @@ class _Sweep(NamedTuple):
     run: Location
 
 
-_Work: TypeAlias = _Task | _Sweep | Latch | None
+_Work: TypeAlias = _ExportTask | _Sweep | Latch | None
 
 
 class ExportHub:
@@ -125,7 +125,7 @@ class ExportHub:
         self._is_first_rank = self._is_checked = False
         self._places: dict[int, Place] = {}
         #: The newest commit, as the task of its export; None before the first one and once it is due.
-        self._newest: _Task | None = None
+        self._newest: _ExportTask | None = None
         #: The newest step that was due.
         self._done = 0
         #: The error of the newest export; None if it succeeded.
@@ -184,14 +184,14 @@ class ExportHub:
         self._places = {step: place for step, place in self._places.items() if step > draft.step}
         if not self._is_checked:
             self._is_checked = True
-            self._put(_Task(run, draft, is_check=True))
+            self._put(_ExportTask(run, draft, is_check=True))
         if self._every is None or draft.step // self._every <= self._done // self._every:
-            self._newest = _Task(run, draft)
+            self._newest = _ExportTask(run, draft)
             return
         self._done, self._newest = draft.step, None
         lease = ReadLease(open_store(run), draft.place, after_s=0)
         lease.await_record(_LEASE_S)
-        self._put(_Task(run, draft, lease))
+        self._put(_ExportTask(run, draft, lease))
 
     def _put(self, work: _Work) -> None:
         if self._thread is None:
@@ -205,7 +205,7 @@ class ExportHub:
             batch = [due.get()]
             while not due.empty():
                 batch.append(due.get())
-            exports = [each for each in batch if isinstance(each, _Task) and not each.is_check]
+            exports = [each for each in batch if isinstance(each, _ExportTask) and not each.is_check]
             for each in batch:
                 match each:
                     case None:
@@ -214,12 +214,12 @@ class ExportHub:
                         each.set()
                     case _Sweep():
                         self._sweep(each.run)
-                    case _Task() if each in exports[:-1]:
+                    case _ExportTask() if each in exports[:-1]:
                         self._end(each, _overtaken(each.draft.step, exports[-1].draft.step))
-                    case _Task():
+                    case _ExportTask():
                         self._try(each)
 
-    def _try(self, task: _Task) -> None:
+    def _try(self, task: _ExportTask) -> None:
         try:
             if task.is_check:
                 with planned(selected(task.run, str(task.draft.place)), self._settings):
@@ -237,7 +237,7 @@ class ExportHub:
             self._end(task, None)
             self._tell(ExportFinished(report.step, report.path, report.written_nbytes, report.seconds))
 
-    def _end(self, task: _Task, error: HoldfastError | None) -> None:
+    def _end(self, task: _ExportTask, error: HoldfastError | None) -> None:
         if task.lease is not None:
             task.lease.end()
         if error is not None:
@@ -245,7 +245,7 @@ class ExportHub:
             _log.error("step %d is not exported: %s", task.draft.step, error)
             self._tell(ExportFailed(task.draft.step, error))
 
-    def _export(self, task: _Task) -> ExportReport:
+    def _export(self, task: _ExportTask) -> ExportReport:
         began_s, series, draft = time.monotonic(), self._series, task.draft
         series.clean()
         path = str(series.folder / draft.name)
@@ -276,7 +276,7 @@ class ExportHub:
             except HoldfastError as error:
                 _log.warning("the export of step %d, which was interrupted, is left: %s", draft.step, error)
             else:
-                self._try(_Task(run, draft))
+                self._try(_ExportTask(run, draft))
 
 
 def _folder(path: str) -> Path:

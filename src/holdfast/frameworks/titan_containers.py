@@ -62,6 +62,7 @@ class TitanModelAdapter:
             list(chain.from_iterable(part.units for part in parts)),
             set().union(*(part.managed for part in parts)),
             list(chain.from_iterable(part.held for part in parts)),
+            {key: first for part in parts for key, first in part.first_experts.items()},
         )
         return describe_module(path, joined, sink)
 

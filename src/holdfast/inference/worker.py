@@ -12,6 +12,7 @@ from torch import nn
 
 from holdfast.control.deadline import Deadline
 from holdfast.control.store_group import StoreGroup
+from holdfast.decoding import converted
 from holdfast.errors import ConfigurationError
 from holdfast.format.patterns import Globs
 from holdfast.geometry import Box
@@ -118,7 +119,7 @@ class InferenceWorker:
 
     def init(self, info: Mapping[str, object]) -> None:
         """Meet the trainer, and find out what this worker needs. Drops what an earlier trainer has sent."""
-        start = msgspec.convert(info, UpdateStart)
+        start = converted(info, UpdateStart)
         store = dist.TCPStore(start.host, start.port, is_master=False, timeout=timedelta(seconds=start.timeout_s))
         world_size = len(start.trainer_ranks) + start.num_workers
         rank = len(start.trainer_ranks) + start.first_worker + self._index
@@ -142,7 +143,7 @@ class InferenceWorker:
 
     def update(self, info: Mapping[str, object]) -> None:
         """Receive a version. Serves the last one meanwhile, and where this fails."""
-        update = msgspec.convert(info, VersionUpdate)
+        update = converted(info, VersionUpdate)
         if self._staged is None or self._start is None or self._group is None:
             raise ConfigurationError(
                 "no trainer has initialised the weight transfer.",
