@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 import holdfast
 from holdfast import Checkpointer, EverySteps, Memory
-from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, IncompatibleError, NotFoundError
 from holdfast.format.records import Fork, Place
 from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
@@ -134,6 +134,14 @@ class TestInitial:
         report = Checkpointer(run, state, memory=None, initial=base).restore()
         assert report.next_step == 3
         assert state["w"].eq(2).all()
+
+    def test_one_that_does_not_fit_is_told_with_the_call_that_loads_it(self, run: str, base: str) -> None:
+        start_new_job()
+        state = {"w": torch.zeros(2, dtype=torch.float64)}
+        with pytest.raises(IncompatibleError) as caught:
+            Checkpointer(run, state, memory=None, initial=base).restore()
+        assert f"leave it out, and call holdfast.load('{base}', into=state, ...)" in caught.value.action
+        assert run not in caught.value.action
 
     def test_the_report_names_it(self, run: str, base: str) -> None:
         start_new_job()

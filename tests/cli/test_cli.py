@@ -248,7 +248,7 @@ def test_a_file_url_names_a_run(run: Path) -> None:
         ([".metadata", "__0_0.distcp"], "", "it is a checkpoint of torch.distributed.checkpoint"),
         (["latest", "global_step10"], "", "it is a DeepSpeed checkpoint folder"),
         (["model.safetensors"], "model.safetensors", "it is a safetensors file. It is not a run, but"),
-        (["model.pt"], "model.pt", "it is a file, such as torch.save writes. Read it with torch.load"),
+        (["model.pt"], "model.pt", "it is a file, such as torch.save writes. It is not a run, but holdfast.load"),
         (["notes"], "notes", "it is a file. Name the folder of a run."),
     ],
 )

@@ -27,7 +27,7 @@ from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
@@ -109,7 +109,11 @@ def restore(
         if initial is None:
             return Restored(RestoreReport(None, None, None, None))
         options = LoadOptions(select, fallback=fallback, verify=verify, continues=False, older=begin_with_older)
-        report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
+        try:
+            report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
+        except IncompatibleError as mismatch:
+            mismatch.action = _with_load_of_initial(mismatch.action, initial)
+            raise
         if is_fork and not report.place:
             raise _no_steps(initial) from None
         if is_fork and group_ranks(group)[0] == global_rank():
@@ -481,15 +485,25 @@ def _manifest(folder: NodeFolder, seal: Seal) -> bytes:
         ) from error
 
 
+_NO_OPTIONS: Final = "takes no options of a load"
 #: The options that `holdfast.load` has, and `restore` has not, in an advice; and one of a rule for its option mapping.
 _LOAD_OPTION: Final = re.compile(r"\b(?:select|mapping|cast|strict|allow_empty|fill)=")
 
 
 def with_load(action: str, run: Location) -> str:
     """The advice of a load, which `restore` made; if it names options, with the call that has them."""
+    if not _LOAD_OPTION.search(action) or _NO_OPTIONS in action:
+        return action
+    return (
+        f"{action} restore() {_NO_OPTIONS}: holdfast.load('{run}', into=state, ..., continues=True) has these options."
+    )
+
+
+def _with_load_of_initial(action: str, initial: Selection) -> str:
+    """As `with_load`, for the checkpoint that a run without one begins with."""
     if not _LOAD_OPTION.search(action):
         return action
     return (
-        f"{action} restore() takes no options of a load: holdfast.load('{run}', into=state, ..., continues=True) "
-        "has these options."
+        f"{action} initial= {_NO_OPTIONS}: leave it out, and call holdfast.load('{initial}', into=state, ...), which "
+        "has these options, before the loop."
     )

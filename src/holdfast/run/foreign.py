@@ -11,6 +11,7 @@ from holdfast.format.records import MARKER_KEY, SEAL_NAME
 
 #: The advice where `load` and `open` read what no run is: they look for it before they give up.
 _READABLE = "It is not a run, but holdfast.load and holdfast.open read its safetensors files."
+_READ_WHOLE = "It is not a run, but holdfast.load and holdfast.open read it."
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -32,9 +33,7 @@ def file_kind(path: PurePath) -> Foreign:
     if path.suffix == ".safetensors":
         return Foreign("a safetensors file", _READABLE)
     if path.suffix in _TORCH_SUFFIXES:
-        return Foreign(
-            "a file, such as torch.save writes", "Read it with torch.load; holdfast opens runs and checkpoint folders."
-        )
+        return Foreign("a file, such as torch.save writes", _READ_WHOLE)
     return Foreign("a file", "Name the folder of a run.")
 
 
@@ -51,8 +50,8 @@ def folder_kind(names: Collection[str]) -> Foreign | None:
     if ".metadata" in names:
         return Foreign(
             "a checkpoint of torch.distributed.checkpoint",
-            "It is not a run, but holdfast.load and holdfast.open read it.",
+            _READ_WHOLE,
         )
     if "latest" in names and holds("global_step*"):
-        return Foreign("a DeepSpeed checkpoint folder", "It is not a run, but holdfast.load and holdfast.open read it.")
+        return Foreign("a DeepSpeed checkpoint folder", _READ_WHOLE)
     return None
