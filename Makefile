@@ -32,7 +32,7 @@ test-deepspeed: .venv-deepspeed/layer.stamp
 	.venv-deepspeed/bin/pytest -q -m deepspeed -o faulthandler_timeout=280 \
 		tests/interop/test_deepspeed_package.py tests/interop/test_deepspeed_engines.py \
 		tests/interop/test_deepspeed_experts.py tests/interop/test_deepspeed_universal.py \
-		tests/trainers/test_accelerate_deepspeed.py
+		tests/interop/test_deepspeed_kills.py tests/trainers/test_accelerate_deepspeed.py
 
 test-executors: .venv-executors/layer.stamp
 	.venv-executors/bin/pytest -q -m executors -o faulthandler_timeout=280 tests/importing/test_dask_and_mpi.py
