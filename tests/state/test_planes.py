@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -65,7 +66,8 @@ def rows(seed: int, bits_of: int = 8) -> Rows:
 def test_a_tensor_of_planes_is_stored_under_its_name_and_the_planes_and_filled_in_place() -> None:
     tensor, into = blocks(0), blocks(1)
     flat = flatten({"b": tensor})
-    assert flat.nodes["b"] == PlanesNode(f'{KIND}.Blocks{{"block_size":8,"signed":true}}', ("codes", "scale", "qmap"))
+    values = '"block_size":8,"signed":true,"outer":{"dtype":"torch.float32","shape":[4,8]}'
+    assert flat.nodes["b"] == PlanesNode(f"{KIND}.Blocks{{{values}}}", ("codes", "scale", "qmap"))
     shapes = {name: local.layout.shape for name, local in flat.tensors.items()}
     assert shapes == {"b/%plane=codes": (4, 8), "b/%plane=qmap": (4,), "b/%plane=scale": (4, 1)}
     held = (into, into.codes, into.scale)
@@ -285,8 +287,74 @@ def test_plain_slots_of_small_parts_do_not_fill_slots_of_planes(tmp_path: Path) 
     run = str(tmp_path / "run")
     run_ranks(2, save_divided, run, (6, 8), False)
     assert not any("%plane" in name for name in stored(run))
-    with pytest.raises(IncompatibleError, match=r"incompatible\.blocks.*weight/slot.*a tensor in the checkpoint"):
+    with pytest.raises(IncompatibleError, match=r"(?s)incompatible\.blocks.*weight/slot.*a tensor in the checkpoint"):
         holdfast.load(run, into=trained(1, steps=1, size=(6, 8)))
+
+
+class Outer(torch.Tensor):
+    """A tensor of one plane that does not tell its shape, its dtype or the order of its axes."""
+
+    codes: torch.Tensor
+
+    @staticmethod
+    def __new__(  # noqa: PYI034
+        cls, codes: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> Outer:
+        made = torch.Tensor._make_wrapper_subclass(cls, tuple(size), tuple(stride), dtype=dtype)
+        made.codes = codes
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, planes: Mapping[str, torch.Tensor], context: object, size: Sequence[int], stride: Sequence[int]
+    ) -> Outer:
+        return cls(planes["codes"], size, stride)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: Sequence[object] = (), kwargs: object = None
+    ) -> object:
+        raise NotImplementedError(func)
+
+
+class Copied(Rows):
+    """A tensor whose plane is a copy of what it holds."""
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        return found.clone() if name == "codes" else found
+
+
+@pytest.mark.parametrize(
+    "into",
+    [
+        pytest.param(lambda codes: Outer(codes, (3, 4), (4, 1)), id="another shape"),
+        pytest.param(lambda codes: Outer(codes, (2, 6), (1, 2)), id="another order of axes"),
+        pytest.param(lambda codes: Outer(codes, (2, 6), (6, 1), torch.bfloat16), id="another dtype"),
+    ],
+)
+def test_planes_of_a_tensor_of_another_form_are_refused(
+    tmp_path: Path, into: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """The planes alone would fit: a transposed tensor has the same ones."""
+    holdfast.save(tmp_path / "run", {"w": Outer(torch.arange(12), (2, 6), (6, 1))}, 0)
+    codes = torch.zeros(12, dtype=torch.int64)
+    with pytest.raises(IncompatibleError, match=r"incompatible\.kind"):
+        holdfast.load(tmp_path / "run", into={"w": into(codes)})
+    assert not codes.any()
+    holdfast.load(tmp_path / "run", into={"w": Outer(codes, (2, 6), (6, 1))})
+    assert codes.tolist() == list(range(12))
+
+
+def test_a_plane_that_is_a_copy_is_refused_because_a_load_would_not_reach_the_tensor(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"w": rows(0)}, 0)
+    copied = Copied(torch.zeros(3, 5, dtype=torch.uint8), Scales(torch.zeros(3, 1)), 8)
+    with pytest.raises(StateError, match=r"returned copies") as caught:
+        holdfast.save(tmp_path / "other", {"w": copied}, 0)
+    assert caught.value.code == "state.planes"
 
 
 def test_planes_do_not_fill_parts_that_are_too_small_for_blocks(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from holdfast.frameworks.optimizer_groups import (
     read_saved,
 )
 from holdfast.frameworks.optimizer_order import check_order
-from holdfast.frameworks.optimizer_positions import as_stored
+from holdfast.frameworks.optimizer_positions import as_stored, check_order_of
 from holdfast.frameworks.optimizer_saving import named_parameters
 from holdfast.frameworks.scheduler_lists import check_lists
 from holdfast.frameworks.stateful import writing
@@ -161,6 +161,8 @@ def _fitting(
         others = {entry.name: others.get(entry.name) for entry in found}
     for entry in found:
         if entry.name in others and saved.slots[entry.name]:
+            if (shape := others[entry.name]) is not None:
+                check_order_of(path, entry, shape)
             slots = join(path, "state", entry.name)
             source.missing(slots)
             if source.is_strict:

@@ -17,9 +17,39 @@ import msgspec
 from holdfast.errors import IncompatibleError
 from holdfast.format.names import component
 from holdfast.frameworks import NamedTensor
+from holdfast.geometry import Shape
 from holdfast.wording import count
 
 _NUMBER: Final = component(0).removesuffix("0")
+
+
+def is_position(name: str) -> bool:
+    """Whether the name of a parameter in a checkpoint is its position."""
+    return name.startswith(_NUMBER)
+
+
+def _advice(path: str) -> str:
+    return (
+        "Give the optimizer the groups, and the order of parameters, that it had when the checkpoint was written, or "
+        f'leave it out, with select="!{path}".'
+    )
+
+
+def check_order_of(path: str, parameter: NamedTensor, stored: Shape) -> None:
+    """Refuse a live `parameter` whose state has the `stored` shape, not its own, if its name is a position.
+
+    Raises `IncompatibleError`, code ``incompatible.optimizer``: the live optimizer most likely has another order, so
+    parameters of equal shapes would get the state of each other.
+    """
+    if is_position(parameter.name):
+        raise IncompatibleError(
+            f"The checkpoint knows the parameters of optimizer {path!r} by their order alone, and parameter "
+            f"{parameter.name.removeprefix(_NUMBER)} has the shape {tuple(parameter.tensor.shape)} here, but state of "
+            f"shape {tuple(stored)} there. So the order is another one, or a parameter was resized.",
+            code="incompatible.optimizer",
+            action=_advice(path),
+            path=path,
+        )
 
 
 def as_stored(
@@ -30,7 +60,7 @@ def as_stored(
 
     Raises `IncompatibleError`, code ``incompatible.optimizer``, for a group of another size than the stored one.
     """
-    if not group_of or not all(name.startswith(_NUMBER) for name in group_of):
+    if not group_of or not all(map(is_position, group_of)):
         return found
     sizes = Counter(group_of.values())
     if len(found) != sizes[index]:
@@ -38,8 +68,7 @@ def as_stored(
             f"Group {index} of optimizer {path!r} has {count(len(found), 'parameter')} here and {sizes[index]} in the "
             "checkpoint, which knows parameters by their order alone.",
             code="incompatible.optimizer",
-            action="Give the optimizer the groups, and the order of parameters, that it had when the checkpoint was "
-            f'written, or leave it out, with select="!{path}".',
+            action=_advice(path),
             path=path,
         )
     first = sum(sizes[before] for before in range(index))

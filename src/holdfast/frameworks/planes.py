@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from functools import lru_cache
 from math import prod
@@ -157,6 +157,19 @@ def planed_type(kind: type) -> PlanedType | None:
     return _FLATTENED if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") else None
 
 
+def with_outer(planed: PlanedTensor, tensor: torch.Tensor, part: torch.Tensor) -> PlanedTensor:
+    """The planes of `part`, which is `tensor` or the local part of it, under a name that also tells the dtype and the
+    shape of the whole tensor, and the order of its axes in memory: the planes alone need not tell these."""
+    outer: dict[str, object] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+    strides = part.stride()
+    axes = [axis for axis, size in enumerate(part.shape) if size > 1]
+    order = sorted(axes, key=lambda axis: -strides[axis])
+    if order != axes:
+        outer["order"] = order
+    text = json.dumps({"outer": outer}, sort_keys=True, separators=(",", ":"))
+    return replace(planed, name=f"{planed.name[:-1]}{'' if planed.name.endswith('{}') else ','}{text[1:]}")
+
+
 def is_name_of_planed(name: str) -> bool:
     """Whether a name of a type in a checkpoint is one of `PlanedTensor`, and not of a user's registration."""
     return name.endswith("}") and "{" in name
@@ -205,7 +218,7 @@ def _inner(tensor: Any) -> tuple[dict[str, torch.Tensor], object]:
         if planed_type(type_of(inner)) is _FLATTENED:
             deeper, values = _inner(inner)
             planes |= {f"{name}.{key}": plane for key, plane in deeper.items()}
-            below[name] = [f"{type(inner).__module__}.{type(inner).__qualname__}", values]
+            below[name] = [f"{type(inner).__module__}.{type(inner).__qualname__}", values, str(inner.dtype)]
         else:
             planes[name] = inner
     return planes, {"context": context, "inner": below} if below else context

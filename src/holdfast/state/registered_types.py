@@ -127,7 +127,9 @@ def registered(item: object) -> Registration | None:
     rules = _rules_of(kind)
     if rules is None or kind in _BY_TYPE:
         return None
-    planed = rules.read(part)
+    from holdfast.frameworks.planes import with_outer
+
+    planed = with_outer(rules.read(part), cast("torch.Tensor", item), cast("torch.Tensor", part))
     planes = {key: plane.tensor for key, plane in planed.planes.items()}
     rebuild = cast("Callable[[object], object]", planed.rebuild)
     return Registration(planed.name, kind, lambda _: planes, rebuild, planed)
@@ -156,18 +158,25 @@ def _rules_of(kind: type) -> PlanedType | None:
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
     """The planes of a tensor, by name. Raises `StateError` when they are not live memory."""
-    if registration.planed is not None:
-        return {key: plane.tensor for key, plane in registration.planed.planes.items()}
-    planes, again = registration.encode(tensor), registration.encode(tensor)
+    planes, again = registration.encode(tensor), _encoded_again(tensor, registration)
     problem = _problem_of(planes, again)
     if problem is not None:
         raise StateError(
-            f"The planes function that is registered as {registration.name!r} {problem}, for tensor {name!r}.",
+            f"The planes function of {registration.name!r} {problem}, for tensor {name!r}.",
             code="state.planes",
             action="Return the tensors that the subclass holds, under fixed names.",
             tensor=name,
         )
     return dict(cast("Mapping[str, torch.Tensor]", planes))
+
+
+def _encoded_again(tensor: torch.Tensor, registration: Registration) -> object:
+    """The planes by a second call, to compare with those of the first one."""
+    if registration.planed is None:
+        return registration.encode(tensor)
+    again = registered(tensor)
+    assert again is not None
+    return again.encode(tensor)
 
 
 def _problem_of(planes: object, again: object) -> str | None:
