@@ -318,10 +318,6 @@ def _folder(path: str) -> Path:
     return place.folder
 
 
-def _number(name: str, value: int | None, reason: str) -> int | None:
-    return None if value is None else checked_number(name, value, least=1, reason=reason)
-
-
 def _tell_nobody(event: Event) -> None:
     """Listeners that no `Checkpointer` has tell nobody."""
 
