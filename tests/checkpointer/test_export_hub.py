@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -74,7 +76,7 @@ def exported(folder: Path) -> list[int]:
     steps = []
     for path in sorted(folder.iterdir()):
         steps.append(int(path.name.removeprefix("step-")))
-        assert [each.name for each in path.iterdir()] == ["model.safetensors"]
+        assert sorted(each.name for each in path.iterdir()) == [".holdfast-export-series", "model.safetensors"]
         found, wanted = load_file(path / "model.safetensors"), state_at(steps[-1])
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -263,6 +265,53 @@ def test_a_draft_of_another_choice_is_written_anew(run: str, tmp_path: Path) -> 
     assert start(train_and_die, run, str(folder), err=tmp_path / "err").wait() == -signal.SIGKILL
     trained(run, ExportHub(folder, every=100, last=False), total=4)
     assert exported(folder) == [2]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_what_no_hub_wrote_is_neither_replaced_nor_removed(run: str, tmp_path: Path, kind: str) -> None:
+    folder, other, told = tmp_path / "hf", tmp_path / "other", Told()
+    mine = folder / "step-0000000002"
+    for each in (folder, other):
+        each.mkdir()
+    (other / "weights").write_text("mine")
+    if kind == "file":
+        mine.write_text("mine")
+    elif kind == "folder":
+        mine.mkdir()
+        (mine / "model.safetensors").write_text("mine")
+    else:
+        mine.symlink_to(other)
+    hub = ExportHub(folder, every=2, keep=1)
+    with pytest.raises(ConfigurationError, match="no ExportHub wrote it") as caught:
+        trained(run, hub, told, total=3)
+    assert caught.value.code == "config.destination"
+    trained(run, ExportHub(folder, every=2, keep=1), told, total=7)
+    assert told.failed == [(2, "config.destination")]
+    assert told.finished == [4, 6]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-0000000002", "step-0000000006"]
+    kept = {"file": mine, "folder": mine / "model.safetensors", "link": mine / "weights"}[kind]
+    assert kept.read_text() == "mine"
+
+
+def test_a_draft_that_cannot_be_removed_is_told_and_exports_go_on(
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafts = [tmp_path / "hf" / name for name in (".step-0000000001@9.3.draft", ".step-0000000002@9.4.draft")]
+    for draft in drafts:
+        draft.mkdir(parents=True)
+    remove = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path == drafts[0]:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)  # tests run as root, whom no mode of a folder stops
+    told = Told()
+    trained(run, ExportHub(tmp_path / "hf", every=2), told, total=3)
+    assert told.finished == [2]
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == [drafts[0].name, "step-0000000002"]
+    assert len([record for record in caplog.records if "step 1, which was interrupted, is left" in record.message]) == 1
 
 
 @pytest.mark.parametrize(

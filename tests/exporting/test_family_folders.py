@@ -113,6 +113,50 @@ def test_the_live_names_of_a_class_are_a_folder_that_from_pretrained_reads_too(t
     assert state_of(loaded) == state_of(model)
 
 
+#: Options that decide about names.
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "llama": [{"attention_bias": True}, {"mlp_bias": True}, {"tie_word_embeddings": True}],
+    "qwen3": [{"attention_bias": True}],
+    "gemma": [{"tie_word_embeddings": False}, {"attention_bias": True}],
+    "gemma2": [{"attention_bias": True}],
+    "gpt2": [{"tie_word_embeddings": False}],
+    "gpt_neox": [{"attention_bias": False}, {"tie_word_embeddings": True}],
+    "qwen2_moe": [{"qkv_bias": False}, {"decoder_sparse_step": 2, "mlp_only_layers": []}, {"mlp_only_layers": [0, 1]}],
+    "qwen3_moe": [{"attention_bias": True}, {"decoder_sparse_step": 3}],
+    "olmoe": [{"attention_bias": True}],
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_names_that_a_configuration_gives_are_those_of_the_class(tmp_path: Path, name: str) -> None:
+    for at, options in enumerate([{}, *OPTIONS.get(name, [])]):
+        config = transformers.AutoConfig.for_model(name, **{**FAMILIES[name], **options})
+        model, folder = transformers.AutoModelForCausalLM.from_config(config), tmp_path / str(at)
+        model.save_pretrained(folder)
+        found = family_in(folder)
+        assert found.difference(files_of(folder)) == ((), ()), options
+        live = {key for key in state_of(model) if key != "lm_head.weight" or not config.tie_word_embeddings}
+        assert found.difference(live) == ((), ()), options
+        for key in live:
+            assert found.difference(live - {key}) not in (None, ((), ())), key
+        base = tmp_path / f"base-{at}"
+        model.base_model.save_pretrained(base)
+        assert family_in(base).difference(files_of(base)) == ((), ()), options
+
+
+@pytest.mark.parametrize(("saved", "configured"), [(True, False), (False, True)])
+def test_a_head_that_is_tied_only_in_the_state_or_the_configuration_is_refused(
+    tmp_path: Path, *, saved: bool, configured: bool
+) -> None:
+    config = transformers.AutoConfig.for_model("llama", **SIZES, tie_word_embeddings=configured)
+    config.save_pretrained(tmp_path / "config")
+    config.tie_word_embeddings = saved
+    holdfast.save(tmp_path / "run", {"model": transformers.AutoModelForCausalLM.from_config(config)}, 1)
+    with pytest.raises(holdfast.IncompatibleError, match=r"lm_head\.weight would be "):
+        holdfast.export(tmp_path / "run", tmp_path / "hf", config=tmp_path / "config")
+    assert not (tmp_path / "hf").exists()
+
+
 class Attention(nn.Module):
     """The projections of a layer of GPT-2, GPT-NeoX or Phi-3, as linear layers of their own."""
 

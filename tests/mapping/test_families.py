@@ -25,7 +25,7 @@ NAMES: dict[str, list[str]] = {
         *(f"block_sparse_moe.experts.{e}.{w}.weight" for e in range(EXPERTS) for w in ("w1", "w2", "w3")),
     ],
     "qwen3_moe": [
-        *(*QKVO, *NORMS, "mlp.gate.weight"),
+        *(*QKVO, *NORMS, "mlp.gate.weight", "self_attn.q_norm.weight", "self_attn.k_norm.weight"),
         *(f"mlp.experts.{e}.{w}_proj.weight" for e in range(EXPERTS) for w in ("gate", "up", "down")),
     ],
     "gpt2": [
@@ -46,6 +46,11 @@ NAMES: dict[str, list[str]] = {
         *("mlp.gate_up_proj.weight", "mlp.down_proj.weight", *NORMS),
     ],
 }
+#: The names outside of layers.
+OUTSIDE = {
+    "gpt2": ["transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "transformer.ln_f.bias"],
+    "gpt_neox": [*(f"gpt_neox.{x}" for x in ("embed_in.weight", "final_layer_norm.weight", "final_layer_norm.bias"))],
+}
 ABOVE = {"gpt2": "transformer.h", "gpt_neox": "gpt_neox.layers"}
 SHAPES = {
     "attn.c_attn.weight": (HIDDEN, 3 * HIDDEN),
@@ -61,6 +66,7 @@ def config_of(name: str) -> dict[str, object]:
     return {
         **CONFIG,
         "model_type": name,
+        "tie_word_embeddings": False,
         **({"num_experts": EXPERTS} if name != "mixtral" else {}),
         **({"num_local_experts": EXPERTS} if name == "mixtral" else {}),
     }
@@ -70,7 +76,8 @@ def write_folder(folder: Path, name: str) -> dict[str, torch.Tensor]:
     """A folder of a tiny model of the family, with its configuration."""
     make = torch.Generator().manual_seed(1)
     heads = {"embed_out.weight" if name == "gpt_neox" else "lm_head.weight": (HIDDEN, HIDDEN)}
-    shapes: dict[str, tuple[int, ...]] = {**heads}
+    others = OUTSIDE.get(name, ["model.embed_tokens.weight", "model.norm.weight"])
+    shapes: dict[str, tuple[int, ...]] = {**heads, **dict.fromkeys(others, (HIDDEN,))}
     for at in range(LAYERS):
         for leaf in NAMES[name]:
             is_flat = leaf.endswith("bias") or "norm" in leaf or "ln_" in leaf
@@ -145,6 +152,61 @@ def test_a_layer_that_lacks_a_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(holdfast.IncompatibleError, match=r"model\.layers\.2\.mlp\.up_proj\.weight would be missing"):
         holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old", select="!**.2.mlp.up_proj.*")
     assert not (tmp_path / "new").exists()
+
+
+def test_an_unknown_family_is_told_of_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_folder(tmp_path / "old", "llama")
+    quantised = {**CONFIG, "quantization_config": {"bits": 4}}
+    configs: list[dict[str, object]] = [{"model_type": "bert"}, {"model_type": "llama"}, quantised]
+    for at, given in enumerate(configs):
+        (tmp_path / "old" / "config.json").write_text(json.dumps({"model_type": "llama", **given}))
+        holdfast.export(tmp_path / "old", tmp_path / str(at), config=tmp_path / "old", select="**.0.**")
+    told = [record.getMessage() for record in caplog.records if "are not compared" in record.getMessage()]
+    expected = ["'bert', whose names holdfast does not know", "has no number of layers", "quantises the weights"]
+    assert [text.endswith(end) for text, end in zip(told, expected, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"num_hidden_layers": 2},
+            r"layers\.2\.input_layernorm\.weight would be in the folder, as would .* 4 other ten",
+        ),
+        ({"num_hidden_layers": 4}, r"layers\.3\.input_layernorm\.weight would be missing"),
+        ({"tie_word_embeddings": True}, r"lm_head\.weight would be in the folder, and .* no such tensor"),
+        ({"attention_bias": True}, r"layers\.0\.self_attn\.k_proj\.bias would be missing"),
+        ({"mlp_bias": True}, r"layers\.0\.mlp\.down_proj\.bias would be missing"),
+        ({"model_type": "qwen2"}, r"layers\.0\.self_attn\.k_proj\.bias would be missing"),
+        ({"model_type": "qwen3"}, r"layers\.0\.self_attn\.k_norm\.weight would be missing"),
+        ({"model_type": "gemma2"}, r"layers\.0\.post_feedforward_layernorm\.weight would be missing"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0, 1]}, r"layers\.2\.mlp\.experts\.down_proj"),
+        ({"model_type": "olmoe", "mlp_only_layers": [0, 1]}, r"layers\.0\.mlp\.experts\.down_proj"),
+    ],
+)
+def test_names_that_are_not_those_of_the_configuration_are_refused(
+    tmp_path: Path, changed: dict[str, object], message: str
+) -> None:
+    write_folder(tmp_path / "old", "llama")
+    (tmp_path / "old" / "config.json").write_text(json.dumps({**config_of("llama"), **changed}))
+    with pytest.raises(holdfast.IncompatibleError, match=message) as caught:
+        holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old")
+    assert caught.value.code == "incompatible.export"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"])
+def test_a_tensor_outside_of_layers_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
+    write_folder(tmp_path / "old", "llama")
+    with pytest.raises(holdfast.IncompatibleError, match=f"{name} would be missing from the folder, and "):
+        holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old", select=f"!{name}")
+
+
+def test_a_family_with_experts_needs_none_where_no_layer_has_any() -> None:
+    for given in ({"decoder_sparse_step": 9}, {"mlp_only_layers": [0, 1, 2]}):
+        known = family({**config_of("qwen3_moe"), **given})
+        assert (known.read(under=""), known.write()) == ([], [])
+    assert family("qwen3_moe").read(under="") != []
 
 
 def test_what_is_no_family_or_lacks_numbers_is_refused() -> None:

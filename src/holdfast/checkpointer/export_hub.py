@@ -81,6 +81,8 @@ class ExportHub:
     A folder appears under its name when it is whole and durable, in the place of an older export of the step. If the
     job dies before, the next job on the run finishes it, or removes it where its checkpoint is gone. With `keep`, only
     so many exports stay, those that were finished last. Give each run a folder of its own. It is a path, and no URL.
+    A folder, file or link with the name of a step that no `ExportHub` wrote stays as it is: the export of that step
+    fails (code ``config.destination``), and others go on.
 
     Wrong options are found at the first commit, before anything is written. A failed export is logged, and
     `Checkpointer.wait` and `close`, which wait for exports, raise its error unless a later one succeeded. A preemption
@@ -128,6 +130,8 @@ class ExportHub:
         self._newest: _ExportTask | None = None
         #: The newest step that was due.
         self._done = 0
+        #: The warnings about removals that could not be finished, each of which the log gets once.
+        self._told: set[str] = set()
         #: The error of the newest export; None if it succeeded.
         self.error: HoldfastError | None = None
 
@@ -247,7 +251,8 @@ class ExportHub:
 
     def _export(self, task: _ExportTask) -> ExportReport:
         began_s, series, draft = time.monotonic(), self._series, task.draft
-        series.clean()
+        series.check(draft.step)
+        self._clean()
         path = str(series.folder / draft.name)
         with planned(selected(task.run, str(draft.place)), self._settings) as plan:
             try:
@@ -262,21 +267,43 @@ class ExportHub:
             series.keep_newest(self._keep)
         return replace(report, path=str(series.path(draft.step)))
 
+    def _clean(self) -> None:
+        """Finish interrupted removals. One that fails is no reason to export nothing more."""
+        try:
+            self._series.clean()
+        except HoldfastError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                _log.warning("an export that was replaced or is not kept is not removed: %s", error)
+
     def _sweep(self, run: Location) -> None:
-        """Finish what earlier jobs have left; remove what cannot be finished, because its checkpoint is gone."""
-        for draft in self._series.drafts():
-            try:
-                if self._series.is_whole(draft):
-                    self._series.publish(draft)
-                    continue
-                with planned(selected(run, str(draft.place)), self._settings):
-                    pass
-            except NotFoundError:
-                self._series.discard(draft)
-            except HoldfastError as error:
-                _log.warning("the export of step %d, which was interrupted, is left: %s", draft.step, error)
-            else:
+        """Finish what earlier jobs have left; remove what cannot be finished, because its checkpoint is gone. What
+        fails is logged and left, and the thread goes on."""
+        try:
+            for draft in self._series.drafts():
+                self._finish_draft(run, draft)
+        except HoldfastError as error:
+            _log.warning("exports that were interrupted are left in '%s': %s", self._series.folder, error)
+
+    def _finish_draft(self, run: Location, draft: ExportDraft) -> None:
+        try:
+            if self._series.is_whole(draft):
+                self._series.publish(draft)
+            elif self._has_checkpoint(run, draft):
                 self._try(_ExportTask(run, draft))
+            else:
+                self._series.discard(draft)
+        except HoldfastError as error:
+            _log.warning("the export of step %d, which was interrupted, is left: %s", draft.step, error)
+        except Exception:  # noqa: BLE001 - a defect of ours must not end the thread
+            _log.exception("the export of step %d, which was interrupted, is left", draft.step)
+
+    def _has_checkpoint(self, run: Location, draft: ExportDraft) -> bool:
+        try:
+            with planned(selected(run, str(draft.place)), self._settings):
+                return True
+        except NotFoundError:
+            return False
 
 
 def _folder(path: str) -> Path:
@@ -289,10 +316,6 @@ def _folder(path: str) -> Path:
             path=place.url,
         )
     return place.folder
-
-
-def _number(name: str, value: int | None, reason: str) -> int | None:
-    return None if value is None else checked_number(name, value, least=1, reason=reason)
 
 
 def _tell_nobody(event: Event) -> None:

@@ -2,7 +2,8 @@
 
 An export is written into a draft beside it, a hidden folder whose name says which checkpoint it is of, and renamed.
 The records of `folder_writer` leave a draft last, so a draft without them is whole. A folder that is removed is renamed
-first, so that nobody takes what is left of it for a whole one. Only folders with these names are ever touched.
+first, so that nobody takes what is left of it for a whole one. A mark in each export, an empty file that
+`from_pretrained` ignores, tells it from what somebody else put there, which is never replaced, renamed or removed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from holdfast.errors import ConfigurationError
 from holdfast.exporting.file_tasks import RECORD_NAME, is_files_record
 from holdfast.format.records import Place
 from holdfast.store.posix_errors import reported
 
 _WHOLE: Final = re.compile(r"step-(?P<step>[0-9]{10,})")
 _DRAFT: Final = re.compile(r"\.step-(?P<step>[0-9]{10,})@(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+)\.draft")
+#: The file that marks an export, made before the export gets its name.
+_MARK: Final = ".holdfast-export-series"
 _REMOVED: Final = re.compile(r"\.step-[0-9]{10,}\.removed")
 
 
@@ -47,7 +51,8 @@ class ExportSeries:
 
     def steps(self) -> list[int]:
         """The steps of the whole exports, sorted."""
-        return sorted(int(found["step"]) for found in map(_WHOLE.fullmatch, self._names()) if found is not None)
+        found = [match for match in map(_WHOLE.fullmatch, self._names()) if match is not None]
+        return sorted(int(one["step"]) for one in found if _is_marked(self.folder / one.string))
 
     def drafts(self) -> list[ExportDraft]:
         """The drafts that interrupted exports left, sorted."""
@@ -62,13 +67,35 @@ class ExportSeries:
         is_under_way = any(name == RECORD_NAME or is_files_record(name) for name in names)
         return not is_under_way and any(name.endswith(".safetensors") for name in names)
 
+    def check(self, step: int) -> None:
+        """Refuse a step whose folder's name something else has: a file, a link, or a folder without the mark.
+
+        Raises `ConfigurationError`, code ``config.destination``.
+        """
+        path = self.path(step)
+        if os.path.lexists(path) and not _is_marked(path):
+            raise ConfigurationError(
+                f"'{path}' is in the way of the export of step {step}, and no ExportHub wrote it.",
+                code="config.destination",
+                action="Move it elsewhere, or give the exports another folder.",
+                path=str(path),
+                step=step,
+            )
+
     def publish(self, draft: ExportDraft) -> None:
-        """Give a whole draft its name. An older export of the step, as of a history that was rolled back, goes."""
+        """Give a whole draft its name. An older export of the step, as of a history that was rolled back, goes.
+
+        Raises as `check` does.
+        """
+        self.check(draft.step)
         final, path = self.path(draft.step), self.folder / draft.name
+        with reported("mark", str(path)):
+            (path / _MARK).touch()
+        _fsync(path)
         self._remove(final)
         with reported("rename", str(path)):
             path.rename(final)
-        self._fsync()
+        _fsync(self.folder)
 
     def discard(self, draft: ExportDraft) -> None:
         """Remove a draft."""
@@ -85,10 +112,11 @@ class ExportSeries:
         return sorted(gone)
 
     def clean(self) -> None:
-        """Finish interrupted removals."""
-        for name in filter(_REMOVED.fullmatch, self._names()):
-            with reported("remove", str(self.folder / name)):
-                shutil.rmtree(self.folder / name)
+        """Finish interrupted removals of folders."""
+        for path in (self.folder / name for name in filter(_REMOVED.fullmatch, self._names())):
+            with reported("remove", str(path)):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
 
     def _remove(self, path: Path) -> None:
         if not path.exists():
@@ -98,25 +126,32 @@ class ExportSeries:
             if hidden.exists():
                 shutil.rmtree(hidden)
             path.rename(hidden)
-            self._fsync()
+            _fsync(self.folder)
             shutil.rmtree(hidden)
-
-    def _fsync(self) -> None:
-        with reported("make durable", str(self.folder)):
-            descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # some network file systems have no fsync for folders
-                    raise
-            finally:
-                os.close(descriptor)
 
     def _names(self) -> list[str]:
         if not self.folder.exists():
             return []
         with reported("list", str(self.folder)):
             return [each.name for each in self.folder.iterdir()]
+
+
+def _fsync(folder: Path) -> None:
+    with reported("make durable", str(folder)):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some network file systems have no fsync for folders
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _is_marked(path: Path) -> bool:
+    """Whether `path` is a folder that an `ExportSeries` wrote."""
+    with reported("look at", str(path)):
+        return path.is_dir() and not path.is_symlink() and (path / _MARK).is_file()
 
 
 def _name(step: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,10 +20,13 @@ from holdfast.exporting.model_config import config_with_dtype
 from holdfast.exporting.new_folder import NewFile, NewFolder
 from holdfast.format.container import ALIGNMENT
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.names import split
+from holdfast.format.names import shown, split
 from holdfast.geometry import Shape, whole
-from holdfast.mapping.families import Family, FamilyConfig, is_family
+from holdfast.mapping.families import Family, is_family
+from holdfast.mapping.family_names import FamilyConfig
+from holdfast.wording import count
 
+_log = logging.getLogger(__name__)
 _F4: Final = "F4"
 #: The codes of safetensors, also of dtypes that our own files store as bytes.
 _CODES: Final[Mapping[str, str]] = {
@@ -50,6 +54,9 @@ _COPIED: Final = (
     "*processor_config.json",
 )
 _MAX_COPIED_NBYTES: Final = 256 << 20
+_UNCOMPARED: Final = "the names of the exported tensors are not compared with those of a model: %s %s"
+#: How many tensors a message about a folder's names names beside the first one.
+_NAMED: Final = 4
 #: Parts of the names of input embeddings, the likeliest first. Older loaders find a tied tensor only under such a name.
 _EMBEDDINGS: Final = ("shared", "wte", "emb")
 
@@ -162,17 +169,39 @@ def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names
 
 
 def _check_family(folder: Path, config: bytes, names: Collection[str]) -> None:
-    """Refuse to write a model without some of its layers' tensors, because `from_pretrained` makes up others for them.
-    Rules for another family leave such names. Only families whose names are known are checked."""
+    """Refuse names that are not those of the model that `config` describes: `from_pretrained` would make up tensors
+    that are missing, and ignore others. Only families whose names are known are checked; the log tells of others."""
     try:
         known = decode_json(config, FamilyConfig)
-    except (msgspec.MsgspecError, ValueError, RecursionError):
-        return  # a configuration of something else
-    lacking = Family(known).lacks(names) if is_family(known.model_type) else None
-    if lacking is not None:
-        action = f"Check select and mapping: holdfast.mapping.family({known.model_type!r}).write() has the rules."
-        text = f"would be missing from the folder, and {folder / _CONFIG} describes a model of {known.model_type}"
-        raise unfit(lacking, text, action)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        _log.warning(_UNCOMPARED, folder / _CONFIG, f"is none that holdfast knows ({error!s:.200})")
+        return
+    found = Family(known).difference(names) if is_family(known.model_type) else None
+    if found is None:
+        _log.warning(_UNCOMPARED, folder / _CONFIG, _undecided(known))
+        return
+    model = f"{folder / _CONFIG} describes a model of {known.model_type}"
+    rules = f"holdfast.mapping.family({known.model_type!r}).write() has the rules."
+    if found.missing:
+        text = f"would be missing from the folder{_others(found.missing)}, and {model}"
+        raise unfit(found.missing[0], text, f"Check select, mapping and {_CONFIG}: {rules}")
+    if found.surplus:
+        text = f"would be in the folder{_others(found.surplus)}, and {model} that has no such tensor"
+        raise unfit(found.surplus[0], text, f"Leave it out with select, or check mapping and {_CONFIG}: {rules}")
+
+
+def _others(names: Sequence[str]) -> str:
+    """The names after the first one, in so far as a message has room for them."""
+    told = [shown(name) for name in names[1 : 1 + _NAMED]]
+    rest = len(names) - len(told) - 1
+    more = f" and {count(rest, 'other tensor')}" if rest else ""
+    return f", as would {', '.join(told)}{more}" if told else ""
+
+
+def _undecided(known: FamilyConfig) -> str:
+    if not is_family(known.model_type):
+        return f"has the model_type {known.model_type!r}, whose names holdfast does not know"
+    return "quantises the weights" if known.quantization_config is not None else "has no number of layers"
 
 
 def _configuration(folder: Path, dtype: str | None) -> dict[str, bytes]:

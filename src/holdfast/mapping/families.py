@@ -8,39 +8,19 @@ each expert is a linear layer of its own, as plans of tensor parallelism want it
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from itertools import product
 from typing import Final, Literal
 
 import msgspec
 
 from holdfast.decoding import decode_json
+from holdfast.mapping.family_names import FAMILY_NAMES, FamilyConfig, NameDifference
 from holdfast.mapping.rules import Fuse, Rename, Rule, Split, Stack, Transpose, Unstack
 
 Form = Literal["transformers", "separate"]
 #: The rules from a folder to a form, or from it to a folder.
 _Rules = Callable[["FamilyConfig"], list[Rule]]
-
-
-class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a model's ``config.json`` that decides about names and about the division of tensors."""
-
-    model_type: str = ""
-    num_hidden_layers: int | None = None
-    n_layer: int | None = None
-    num_attention_heads: int | None = None
-    num_key_value_heads: int | None = None
-    num_local_experts: int | None = None
-    num_experts: int | None = None
-    n_routed_experts: int | None = None
-    tie_word_embeddings: bool | None = None
-
-    @property
-    def num_layers(self) -> int | None:
-        """The number of layers, whatever the family calls it."""
-        return self.num_hidden_layers if self.n_layer is None else self.n_layer
 
 
 def _none(_: FamilyConfig) -> list[Rule]:
@@ -49,11 +29,8 @@ def _none(_: FamilyConfig) -> list[Rule]:
 
 @dataclass(frozen=True)
 class _Known:
-    """The facts about a family. `layer` matches the name of a layer's tensor, up to its name in the layer; `needed` has
-    alternatives of names that each layer must have."""
+    """The rules of a family, by form."""
 
-    layer: str
-    needed: tuple[tuple[str, ...], ...]
     read: Mapping[str, _Rules]
     write: Mapping[str, _Rules]
 
@@ -76,34 +53,10 @@ class Family:
         """The rules for an export of a model of that form to the names of the family's folders."""
         return self._rules("write", form)
 
-    def lacks(self, names: Collection[str]) -> str | None:
-        """A name that a folder of this model lacks, if it has just `names`; None where each layer is whole, or where
-        the configuration does not count the layers."""
-        known, number = _FAMILIES[self.config.model_type], self.config.num_layers
-        if number is None:
-            return None
-        layer = re.compile(known.layer)
-        found: dict[int, set[str]] = {at: set() for at in range(number)}
-        above = ""
-        for name in names:
-            match = layer.match(name)
-            if match is not None:
-                above = match["above"]
-                found.setdefault(int(match["at"]), set()).add(name[match.end() :])
-        for at, held in found.items():
-            missing = min((self._missing(needed, held) for needed in known.needed), key=len)
-            if missing:
-                return f"{above}{at}.{missing[0]}"
-        return None
-
-    def _missing(self, needed: tuple[str, ...], held: Collection[str]) -> list[str]:
-        return [name for name in self._each(needed) if name not in held]
-
-    def _each(self, names: tuple[str, ...]) -> Iterator[str]:
-        config = self.config
-        experts = config.num_local_experts or config.num_experts or config.n_routed_experts or 1
-        for name in names:
-            yield from (name.replace("{e}", str(at)) for at in range(experts)) if "{e}" in name else (name,)
+    def difference(self, names: Collection[str]) -> NameDifference | None:
+        """What a folder of this model lacks and has too many, if it has just `names`; None where the configuration does
+        not decide it, as without a number of layers, or with quantised weights."""
+        return FAMILY_NAMES[self.config.model_type].difference(self.config, names)
 
     def _rules(self, direction: Literal["read", "write"], form: str) -> list[Rule]:
         known = _FAMILIES[self.config.model_type]
@@ -142,13 +95,20 @@ def _number(config: FamilyConfig, name: Literal["num_attention_heads", "num_key_
     return number
 
 
+def _has_experts(config: FamilyConfig) -> bool:
+    """Whether any layer has experts, as far as the configuration says: rules for them must match some."""
+    return config.num_layers is None or any(map(config.has_experts, range(config.num_layers)))
+
+
 def _stacked(one: str, gate: str, up: str, down: str) -> tuple[_Rules, _Rules]:
     """The rules that stack the experts of a layer and fuse their `gate` and `up`, and those back. `one` is the block
     that they have in a folder; a live class calls it ``mlp``."""
     rename = "{x:**}.mlp.{y:**}", f"{{x}}.{one}.{{y}}"
     experts = "{x}.mlp.experts"
 
-    def read(_: FamilyConfig) -> list[Rule]:
+    def read(config: FamilyConfig) -> list[Rule]:
+        if not _has_experts(config):
+            return []
         stacks: list[Rule] = [
             Stack(f"{{x:**}}.mlp.experts.{{e}}.{each}.weight", f"{experts}.{each}") for each in (gate, up, down)
         ]
@@ -157,7 +117,9 @@ def _stacked(one: str, gate: str, up: str, down: str) -> tuple[_Rules, _Rules]:
         rules += [*stacks, Fuse(halves, f"{experts}.gate_up_proj", axis=1)]
         return rules if down == "down_proj" else [*rules, Rename(halves[0].replace(gate, down), f"{experts}.down_proj")]
 
-    def write(_: FamilyConfig) -> list[Rule]:
+    def write(config: FamilyConfig) -> list[Rule]:
+        if not _has_experts(config):
+            return []
         rules: list[Rule] = [
             Split("{x:**}.mlp.experts.gate_up_proj", [f"{experts}.{each}" for each in (gate, up)], axis=1)
         ]
@@ -169,12 +131,6 @@ def _stacked(one: str, gate: str, up: str, down: str) -> tuple[_Rules, _Rules]:
         return rules if one == "mlp" else [*rules, Rename(*rename)]
 
     return read, write
-
-
-def _experts(one: str, gate: str, up: str, down: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of a layer's experts: those of folders, and those of a live class, which transformers reads, too."""
-    apart = tuple(f"{one}.experts.{{e}}.{each}.weight" for each in (gate, up, down))
-    return (f"{one}.gate.weight", *apart), ("mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
 _CONV1D: Final = ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -241,59 +197,30 @@ def _phi3_write(_: FamilyConfig) -> list[Rule]:
     ]
 
 
-_LAYERS: Final = r"(?P<above>.*\blayers\.)(?P<at>[0-9]+)\."
-_NORMS: Final = ("input_layernorm.weight", "post_attention_layernorm.weight")
-_ATTENTION: Final = tuple(f"self_attn.{each}_proj.weight" for each in "qkvo")
-_MLP: Final = tuple(f"mlp.{each}_proj.weight" for each in ("gate", "up", "down"))
 _SAME: Final[Mapping[str, _Rules]] = {"transformers": _none, "separate": _none}
-_LLAMA: Final = _Known(_LAYERS, ((*_ATTENTION, *_MLP, *_NORMS),), _SAME, _SAME)
+_LLAMA: Final = _Known(_SAME, _SAME)
 
 
-def _mixture(one: str, gate: str, up: str, down: str, *, norms: tuple[str, ...], is_mixed: bool) -> _Known:
-    """A family with experts. `is_mixed`: some of its layers have none."""
+def _mixture(one: str, gate: str, up: str, down: str) -> _Known:
+    """A family with experts."""
     read, write = _stacked(one, gate, up, down)
-    needed = tuple((*_ATTENTION, *norms, *experts) for experts in _experts(one, gate, up, down))
-    if is_mixed:
-        needed = (*needed, (*_ATTENTION, *norms, *_MLP))
-    return _Known(
-        _LAYERS, needed, {"transformers": read, "separate": _none}, {"transformers": write, "separate": _none}
-    )
+    return _Known({"transformers": read, "separate": _none}, {"transformers": write, "separate": _none})
 
 
-def _with_leaves(*layers: str) -> tuple[str, ...]:
-    return tuple(f"{layer}.{leaf}" for layer, leaf in product(layers, ("weight", "bias")))
-
-
-_QWEN_MOE: Final = _mixture("mlp", "gate_proj", "up_proj", "down_proj", norms=_NORMS, is_mixed=True)
+_QWEN_MOE: Final = _mixture("mlp", "gate_proj", "up_proj", "down_proj")
 _FAMILIES: Final[Mapping[str, _Known]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2"), _LLAMA),
-    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2", norms=_NORMS, is_mixed=False),
+    "mixtral": _mixture("block_sparse_moe", "w1", "w3", "w2"),
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_MOE),
     "gpt2": _Known(
-        r"(?P<above>(?:.*\.)?h\.)(?P<at>[0-9]+)\.",
-        (_with_leaves("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj"),),
         {"transformers": _none, "separate": _gpt2_read},
         {"transformers": _none, "separate": _gpt2_write},
     ),
     "gpt_neox": _Known(
-        _LAYERS,
-        (
-            _with_leaves(
-                *("input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense"),
-                *("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
-            ),
-        ),
         {"transformers": lambda config: _neox_head(config, is_read=True), "separate": _neox_read},
         {"transformers": lambda config: _neox_head(config, is_read=False), "separate": _neox_write},
     ),
     "phi3": _Known(
-        _LAYERS,
-        (
-            (
-                *("self_attn.qkv_proj.weight", "self_attn.o_proj.weight"),
-                *("mlp.gate_up_proj.weight", "mlp.down_proj.weight", *_NORMS),
-            ),
-        ),
         {"transformers": _none, "separate": _phi3_read},
         {"transformers": _none, "separate": _phi3_write},
     ),
