@@ -98,6 +98,20 @@ def test_a_loader_that_cannot_be_followed_is_refused_with_its_operation(loader: 
     assert caught.value.tensor == "a"
 
 
+@pytest.mark.parametrize("first", [torch.Tensor.numpy, torch.sum])
+def test_a_loader_that_goes_another_way_after_a_refusal_is_refused(first: Callable[[torch.Tensor], object]) -> None:
+    def loader(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        try:
+            first(a)
+        except IncompatibleError:
+            return b  # a real weight is not refused
+        return a
+
+    model = Loaded(loader, SHAPE)
+    with pytest.raises(IncompatibleError, match="load_weights calls"):
+        discover(model.load_weights, [PublishedTensor(key, torch.float32, SHAPE) for key in "ab"], model=model)
+
+
 def test_a_copy_of_a_stand_in_lies_in_memory_as_that_of_a_weight_does() -> None:
     seen: list[list[tuple[object, ...]]] = []
 

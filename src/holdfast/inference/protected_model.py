@@ -33,26 +33,30 @@ class ProtectedModel:
     """Within it, this thread writes nothing to the tensors of `model`, and at its end the model has the same ones.
 
     Operations that write to them do nothing, whichever of their arguments they write to. What writes past torch's
-    operations is refused. Raises `IncompatibleError` at its end where tensors were replaced; they are back by then.
+    operations is refused, at its end too where the loader went on. Raises `IncompatibleError` where tensors were
+    replaced; they are back by then.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [_ModuleTensors(module) for module in model.modules()]
         self._held = list({id(each): each for module in self._modules for each in module.tensors()}.values())
         self._is_live = [not each.is_meta for each in self._held]
+        self._refused: list[IncompatibleError] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         storages = {_storage(each) for each in self._held}
         live = {_storage(each) for each, is_live in zip(self._held, self._is_live, strict=True) if is_live}
         self._stack.enter_context(torch.no_grad())
-        self._stack.enter_context(_WithoutWrites(storages))
-        self._stack.enter_context(_WithoutAccess(live))
+        self._stack.enter_context(_WithoutWrites(storages, self._refused))
+        self._stack.enter_context(_WithoutAccess(live, self._refused))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._stack.close()
         replaced = [module.restore() for module in self._modules]
+        if self._refused and kind is None:  # the loader caught it, and a real weight would have taken the other way
+            raise self._refused[0]
         if any(replaced) and kind is None:
             raise IncompatibleError(
                 "load_weights replaces parameters of the model instead of copying into them.",
@@ -98,15 +102,22 @@ class _ModuleTensors:
 class _WithoutWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, operations that would write to memory of `storages` do nothing."""
 
-    def __init__(self, storages: set[int]) -> None:
+    def __init__(self, storages: set[int], refused: list[IncompatibleError]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = storages
+        self._refused = refused
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it writes to protected memory."""
-        kwargs = kwargs or {}
+        """Run `func`, unless it writes to protected memory. Notes refusals."""
+        try:
+            return self._run(func, args, kwargs or {})
+        except IncompatibleError as error:
+            self._refused.append(error)
+            raise
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = func._schema  # type: ignore[attr-defined]  # noqa: SLF001 - what an operation writes to
         if func in _STATISTICS and any(_storage(each) in self._storages for each in _tensors(args[3:5])):
             raise _writes_besides(func)
@@ -132,14 +143,22 @@ class _WithoutWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _WithoutAccess(TorchFunctionMode):
     """Within it, only torch's operations reach memory of `storages`, and no stand-in becomes the data of a tensor."""
 
-    def __init__(self, storages: set[int]) -> None:
+    def __init__(self, storages: set[int], refused: list[IncompatibleError]) -> None:
         super().__init__()
         self._storages = storages
+        self._refused = refused
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, unless it reaches protected memory."""
+        """Run `func`, unless it reaches protected memory. Notes refusals."""
+        try:
+            return self._run(func, args, kwargs or {})
+        except IncompatibleError as error:
+            self._refused.append(error)
+            raise
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in MEMORY_ACCESS:
             assigned = list(stand_ins(args)) if func == _SET_DATA else []
             if assigned:
@@ -151,7 +170,7 @@ class _WithoutAccess(TorchFunctionMode):
                     code="incompatible.loader",
                     action=_ACTION,
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _writes_besides(func: object) -> IncompatibleError:
