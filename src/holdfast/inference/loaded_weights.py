@@ -7,11 +7,10 @@ view selects, and hands the copy to a `CopySink`. One sink records the boxes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from holdfast.errors import IncompatibleError
 from holdfast.geometry import Shape
@@ -19,9 +18,43 @@ from holdfast.inference.strided_views import StridedView
 from holdfast.inference.weights import PublishedTensor
 
 _aten = torch.ops.aten
-#: Operations that make other memory with the same elements in the same order.
+#: Operations after which the elements are the same, in the same order.
 _SAME = frozenset((_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.lift_fresh.default))
 _CASTS = frozenset((_aten._to_copy.default, _aten.to.dtype))  # noqa: SLF001 - names of operations
+#: Operations that select and order elements whatever memory these lie in. Torch makes all others of its methods that
+#: select (narrow, chunk, reshape, flatten, movedim, indexing by numbers and slices) of these.
+_VIEWS = frozenset(
+    (
+        _aten.select.int,
+        _aten.slice.Tensor,
+        _aten.split.Tensor,
+        _aten.split_with_sizes.default,
+        _aten.unbind.int,
+        _aten.view.default,
+        _aten._unsafe_view.default,  # noqa: SLF001
+        _aten.permute.default,
+        _aten.transpose.int,
+        _aten.t.default,
+        _aten.squeeze.default,
+        _aten.squeeze.dim,
+        _aten.squeeze.dims,
+        _aten.unsqueeze.default,
+        _aten.expand.default,
+    )
+)
+_FOLLOWED = _SAME | _CASTS | _VIEWS | {_aten.view.dtype}
+#: What reaches the memory of a tensor past torch's operations.
+MEMORY_ACCESS = {
+    torch.Tensor.data.__set__: "Tensor.data =",  # type: ignore[attr-defined]
+    torch.Tensor.tolist: "Tensor.tolist",
+    torch.Tensor.numpy: "Tensor.numpy",
+    torch.Tensor.__array__: "Tensor.__array__",
+    torch.Tensor.__dlpack__: "Tensor.__dlpack__",
+    torch.Tensor.data_ptr: "Tensor.data_ptr",
+    torch.Tensor.untyped_storage: "Tensor.untyped_storage",
+    torch.Tensor.storage: "Tensor.storage",
+    torch.Tensor.share_memory_: "Tensor.share_memory_",
+}
 
 
 class WeightPart:
@@ -65,26 +98,38 @@ class CopySink(Protocol):
 
 
 class LoadedWeight(torch.Tensor):
-    """A weight, or a part of it, as a loader sees it: it has a shape and a dtype, and no elements."""
+    """A weight, or a part of it, as a loader sees it: it has a shape, strides and a dtype, and no elements.
+
+    `memory` is a tensor on the meta device that lies in memory as the loader's tensor would. After a copy it is another
+    one than the view in `content`, and no element is found by it.
+    """
 
     content: WeightPart | JoinedParts
+    memory: torch.Tensor
     sink: CopySink
 
     @staticmethod
     def whole(weight: PublishedTensor, sink: CopySink) -> LoadedWeight:
         """The stand-in for the whole `weight`, on the CPU as a weight that was read from a file."""
         view = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-        return LoadedWeight(WeightPart(weight, view), sink, like=view, dtype=weight.dtype)
+        return LoadedWeight(WeightPart(weight, view), sink, memory=view)
 
     @staticmethod
     def __new__(  # noqa: PYI034 - torch makes the object, and knows its class only at run time
-        cls, content: WeightPart | JoinedParts, sink: CopySink, *, like: torch.Tensor, dtype: torch.dtype
+        cls, content: WeightPart | JoinedParts, sink: CopySink, *, memory: torch.Tensor
     ) -> LoadedWeight:
-        """Make a stand-in with the shape and strides of `like`."""
+        """Make a stand-in that has the shape, strides and dtype of `memory`."""
         made: LoadedWeight = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001 - torch's own name for it
-            cls, like.shape, strides=like.stride(), dtype=dtype, device=torch.device("cpu"), requires_grad=False
+            cls,
+            memory.shape,
+            strides=memory.stride(),
+            storage_offset=memory.storage_offset(),
+            dtype=memory.dtype,
+            device=torch.device("cpu"),
+            requires_grad=False,
         )
         made.content = content
+        made.memory = memory
         made.sink = sink
         return made
 
@@ -101,6 +146,15 @@ class LoadedWeight(torch.Tensor):
         return [name for part in self.content.parts for name in part.names()]
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in MEMORY_ACCESS:
+            raise refusal(MEMORY_ACCESS[func], list(stand_ins(args)))
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch documents for such classes
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -108,89 +162,91 @@ class LoadedWeight(torch.Tensor):
 
 
 def _follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a loader's operation on stand-ins. Raises `IncompatibleError` for one that needs elements."""
+    """The result of a loader's operation on stand-ins. Raises `IncompatibleError` for one that is not listed above."""
     if func is _aten.copy_.default and isinstance(args[1], LoadedWeight) and not isinstance(args[0], LoadedWeight):
         args[1].sink.copied(args[0], args[1])
         return args[0]
     if func is _aten.cat.default:
         return _joined(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), func)
     weight = args[0] if args else None
-    if not isinstance(weight, LoadedWeight):
-        raise _refusal(func, list(_tensors((*args, *kwargs.values()))))
+    if func not in _FOLLOWED:  # where autograd is off, as in inference mode, torch leaves to us what it makes it of
+        made = func.decompose(*args, **kwargs)
+        if made is not NotImplemented:
+            return made
+    if func not in _FOLLOWED or not isinstance(weight, LoadedWeight):
+        raise refusal(func, list(stand_ins((*args, *kwargs.values()))))
     if func in _SAME:
-        return _like(weight, weight.content)
+        return LoadedWeight(weight.content, weight.sink, memory=func(weight.memory, *args[1:], **kwargs))
     if func in _CASTS:
-        return _cast(weight, func, kwargs.get("dtype") or (args[1] if len(args) > 1 else weight.dtype))
-    if isinstance(weight.content, JoinedParts):
-        return _narrowed(weight, weight.content, func, args[1:], kwargs)
-    if not _is_view(func):
-        raise _refusal(func, [weight])
+        return _cast(weight, func, args[1:], kwargs)
+    if func is _aten.view.dtype:
+        if args[1] != weight.dtype:
+            raise refusal(func, [weight])
+        return LoadedWeight(weight.content, weight.sink, memory=weight.memory)
     try:
-        found = func(weight.content.view, *args[1:], **kwargs)
+        memory = _listed(func(weight.memory, *args[1:], **kwargs))
+        if isinstance(weight.content, JoinedParts):
+            contents: list[WeightPart | JoinedParts] = [*_narrowed(weight, weight.content, func, args[1:], kwargs)]
+        else:
+            part = weight.content
+            views = _listed(func(part.view, *args[1:], **kwargs))
+            contents = [WeightPart(part.weight, view, part.casts) for view in views]
     except RuntimeError as error:
-        raise _refusal(func, [weight]) from error
-    views = list(found) if isinstance(found, list | tuple) else [found]
-    if any(view.dtype != weight.content.view.dtype for view in views):
-        raise _refusal(func, [weight])
-    parts = [_of_view(weight, weight.content, view) for view in views]
-    return parts if isinstance(found, list | tuple) else parts[0]
+        raise refusal(func, [weight]) from error
+    found = [LoadedWeight(content, weight.sink, memory=each) for content, each in zip(contents, memory, strict=True)]
+    return found if func in (_aten.split.Tensor, _aten.split_with_sizes.default, _aten.unbind.int) else found[0]
 
 
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns  # noqa: SLF001 - torch says nowhere else whether an operation makes a view
-    return func is _aten._unsafe_view.default or all(  # noqa: SLF001
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    )
+def _listed(found: Any) -> list[torch.Tensor]:
+    return list(found) if isinstance(found, list | tuple) else [found]
 
 
-def _of_view(weight: LoadedWeight, part: WeightPart, view: torch.Tensor) -> LoadedWeight:
-    content = WeightPart(part.weight, view, part.casts)
-    return LoadedWeight(content, weight.sink, like=view, dtype=weight.dtype)
+def _cast(weight: LoadedWeight, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LoadedWeight:
+    if kwargs.get("layout") not in (None, torch.strided) or torch.device(kwargs.get("device") or "cpu").type == "meta":
+        raise refusal(func, [weight])
+    kwargs = {**kwargs, "device": torch.device("meta"), "pin_memory": False} if "device" in kwargs else kwargs
+    return _cast_to(weight, func(weight.memory, *args, **kwargs))
 
 
-def _like(weight: LoadedWeight, content: WeightPart | JoinedParts) -> LoadedWeight:
-    return LoadedWeight(content, weight.sink, like=weight, dtype=weight.dtype)
-
-
-def _cast(weight: LoadedWeight, func: Any, dtype: torch.dtype) -> LoadedWeight:
-    if not isinstance(weight.content, WeightPart):
-        parts = [_cast(part, func, dtype) for part in weight.content.parts]
-        return LoadedWeight(JoinedParts(parts, weight.content.dim), weight.sink, like=weight, dtype=dtype)
-    part = weight.content
-    casts = part.casts if dtype == part.dtype else (*part.casts, dtype)
-    return LoadedWeight(WeightPart(part.weight, part.view, casts), weight.sink, like=weight, dtype=dtype)
+def _cast_to(weight: LoadedWeight, memory: torch.Tensor) -> LoadedWeight:
+    content = weight.content
+    if isinstance(content, JoinedParts):
+        parts = [_cast_to(part, part.memory.to(memory.dtype)) for part in content.parts]
+        return LoadedWeight(JoinedParts(parts, content.dim), weight.sink, memory=memory)
+    casts = content.casts if memory.dtype == content.dtype else (*content.casts, memory.dtype)
+    return LoadedWeight(WeightPart(content.weight, content.view, casts), weight.sink, memory=memory)
 
 
 def _joined(given: Sequence[torch.Tensor], dim: int, func: Any) -> LoadedWeight:
     parts = [each for each in given if isinstance(each, LoadedWeight)]
-    if len(parts) != len(given) or len({part.dtype for part in parts}) > 1 or any(part.dim() == 0 for part in parts):
-        raise _refusal(func, parts)
-    like = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim)
-    content = JoinedParts(parts, dim % like.dim())
-    return LoadedWeight(content, parts[0].sink, like=like, dtype=parts[0].dtype)
+    alike = len({(part.dtype, part.dim()) for part in parts}) == 1 and parts[0].dim() > 0
+    if len(parts) != len(given) or not alike:
+        raise refusal(func, parts)
+    memory = torch.cat([part.memory for part in parts], dim)
+    return LoadedWeight(JoinedParts(parts, dim % memory.dim()), parts[0].sink, memory=memory)
 
 
 def _narrowed(
     weight: LoadedWeight, joined: JoinedParts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> LoadedWeight | list[LoadedWeight]:
+) -> list[JoinedParts]:
     """Slices and splits of joined parts. Other views of them are refused."""
     if func is _aten.slice.Tensor and not kwargs and (len(args) < 4 or args[3] == 1):
         dim = args[0] % weight.dim() if args else 0
         start, stop, _ = slice(*args[1:3]).indices(weight.shape[dim])
-        return _slice(joined, dim, start, max(start, stop))
+        return [_slice(joined, dim, start, max(start, stop))]
     if func in (_aten.split.Tensor, _aten.split_with_sizes.default):
         dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % weight.dim()
         extent = weight.shape[dim]
         sizes = args[0]
         if isinstance(sizes, int):
-            sizes = [min(sizes, extent - at) for at in range(0, extent, sizes)]
+            sizes = [min(sizes, extent - at) for at in range(0, extent, sizes)] or [0]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
         return [_slice(joined, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
-    raise _refusal(func, [weight])
+    raise refusal(func, [weight])
 
 
-def _slice(joined: JoinedParts, dim: int, start: int, stop: int) -> LoadedWeight:
-    parts: list[torch.Tensor] = []
+def _slice(joined: JoinedParts, dim: int, start: int, stop: int) -> JoinedParts:
+    parts: list[Any] = []
     begin = 0
     for part in joined.parts:
         if dim != joined.dim:
@@ -200,48 +256,27 @@ def _slice(joined: JoinedParts, dim: int, start: int, stop: int) -> LoadedWeight
         if first < last:
             parts.append(part.narrow(dim, first, last - first))
         begin += part.shape[dim]
-    if not parts:
-        parts.append(joined.parts[0].narrow(dim, 0, 0))
-    return _joined(parts, joined.dim, _aten.cat.default)
+    return JoinedParts(parts or [joined.parts[0].narrow(dim, 0, 0)], joined.dim)
 
 
-def _tensors(given: Sequence[object]) -> Iterator[LoadedWeight]:
+def stand_ins(given: Sequence[object]) -> Iterator[LoadedWeight]:
+    """The stand-ins among the arguments of an operation."""
     for each in given:
         if isinstance(each, LoadedWeight):
             yield each
         elif isinstance(each, list | tuple):
-            yield from _tensors(each)
+            yield from stand_ins(each)
 
 
-def _refusal(func: Any, weights: Sequence[LoadedWeight]) -> IncompatibleError:
+def refusal(func: object, weights: Sequence[LoadedWeight]) -> IncompatibleError:
+    """The error for an operation on stand-ins that is not followed."""
     names = sorted({name for weight in weights for name in weight.names()})
     return IncompatibleError(
-        f"load_weights calls {func} on {', '.join(map(repr, names))}, which needs its elements, or an order of them "
-        "that no view of the weight has, so the parts that this worker needs cannot be found without the weight.",
+        f"load_weights calls {func} on {', '.join(map(repr, names))}, which needs its elements, their bits or their "
+        "memory, or an order of them that no view of the weight has, so the parts that this worker needs cannot be "
+        "found without the weight.",
         code="incompatible.loader",
         action="Publish through a backend that sends whole weights (a PublishedSource feeds those of vLLM), or have "
         "the loader select with views, and copy.",
         tensor=names[0] if names else None,
     )
-
-
-class ProtectedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, operations that would write to the given `tensors` do nothing."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = {each.untyped_storage()._cdata for each in tensors}  # noqa: SLF001 - the storage's identity
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run `func`, unless it writes to protected memory."""
-        written = args[0] if args and func._schema.is_mutable else None  # type: ignore[attr-defined]  # noqa: SLF001
-        if (
-            isinstance(written, torch.Tensor)
-            and not isinstance(written, LoadedWeight)
-            and written.untyped_storage()._cdata in self._storages  # noqa: SLF001
-            and not any(True for _ in _tensors(args))
-        ):
-            return written
-        return func(*args, **(kwargs or {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +13,13 @@ from torch import nn
 from holdfast.errors import IncompatibleError
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, intersect, subtract
-from holdfast.inference.loaded_weights import LoadedWeight, ProtectedMemory, WeightPart
+from holdfast.inference.loaded_weights import LoadedWeight, WeightPart
+from holdfast.inference.protected_model import ProtectedModel
 from holdfast.inference.strided_views import ViewPart, view_parts
 from holdfast.inference.weights import PublishedTensor
 
 #: `load_weights` of an engine's model: it takes pairs of a name and a weight.
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
-
-_ACTION: Final = "Load the weights into a copy of the model on the meta device, and discover with that."
 
 
 @dataclass(frozen=True)
@@ -84,24 +83,11 @@ def discover(load_weights: LoadWeights, weights: Sequence[PublishedTensor], *, m
             parameters instead of filling them.
     """
     recorder = _Recorder()
-    held = [*model.parameters(), *model.buffers()]
-    before = _memory(model)
-    with torch.no_grad(), ProtectedMemory(held):
+    with ProtectedModel(model):
         load_weights((each.name, LoadedWeight.whole(each, recorder)) for each in weights)
-    if _memory(model) != before:
-        raise IncompatibleError(
-            "load_weights replaces parameters of the model instead of copying into them.",
-            code="incompatible.loader",
-            action=_ACTION,
-        )
     return EngineNeeds(
         tuple(weights), {name: tuple(disjoint(boxes)) for name, boxes in recorder.boxes.items() if boxes}
     )
-
-
-def _memory(model: nn.Module) -> dict[str, tuple[int, int]]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: (id(tensor), tensor.data_ptr()) for name, tensor in named if not tensor.is_meta}
 
 
 def _parts(weight: LoadedWeight) -> Iterator[WeightPart]:
