@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 
 import holdfast
 from holdfast.errors import ErrorWire
+from holdfast.exporting import file_tasks
 from holdfast.exporting.file_tasks import FilesTask
 from holdfast.importing import data_file_task
 from holdfast.interop import stored_source
+from holdfast.store.posix import PosixStore
 from holdfast.workers import on_processes
 from tests.support.command_line import damage
 from tests.support.executor_work import check_export, check_run, exported, imported, write_source
@@ -37,10 +39,11 @@ class TaskByTask(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = Future[Any]()
+        results = []
         for _ in range(self.times):
             stored_source._opened.cache_clear()
-            result = fn(*args, **kwargs)
-        future.set_result(result)
+            results.append(fn(*args, **kwargs))
+        future.set_result(results[-1])
         self.number += 1
         self.after(self.number)
         return future
@@ -73,16 +76,17 @@ class InterruptedPool(ThreadPoolExecutor):
         return self.futures[-1]
 
     def halt(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-        """Halt the second task of a worker when it calls the function."""
+        """Halt the second task when it calls the function, or, where that looks at a file, when it has looked."""
         work, caller, calls = getattr(owner, name), get_ident(), list[int]()
 
         def halting(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != caller:
+            found = None if name == "write_file" else work(*args, **kwargs)
+            if get_ident() != caller and (name != "nbytes" or "/data-" in args[1]):
                 calls.append(1)
                 if len(calls) == 2:
                     self.halted.set()
                     assert self.go.wait(WAIT_S)
-            return work(*args, **kwargs)
+            return work(*args, **kwargs) if name == "write_file" else found
 
         monkeypatch.setattr(owner, name, halting)
 
@@ -129,15 +133,14 @@ def test_a_source_that_is_replaced_while_workers_run_is_an_error_and_no_mixture(
         holdfast.open(tmp_path / "run")
 
 
-@pytest.mark.parametrize("at", [(FilesTask, "_is_sound"), ("holdfast.exporting.file_tasks", "write_file")])
+@pytest.mark.parametrize("at", [(FilesTask, "_is_sound"), (file_tasks, "write_file")])
 @pytest.mark.parametrize("is_other", [False, True], ids=["same export", "another export"])
 def test_a_task_of_an_interrupted_export_does_not_touch_the_files_of_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: tuple[Any, str], is_other: bool
 ) -> None:
     source, folder = write_source(tmp_path / "source"), tmp_path / "hf"
-    owner = __import__(at[0], fromlist=["_"]) if isinstance(at[0], str) else at[0]
     with InterruptedPool() as pool:
-        pool.halt(monkeypatch, owner, at[1])
+        pool.halt(monkeypatch, *at)
         with pytest.raises(KeyboardInterrupt):
             exported(source, folder, "hf", pool)
         if is_other:
@@ -156,12 +159,13 @@ def test_a_task_of_an_interrupted_export_does_not_touch_the_files_of_a_later_one
         check_export(folder)
 
 
+@pytest.mark.parametrize("at", [(PosixStore, "nbytes"), (data_file_task, "write_file")])
 def test_a_task_of_an_interrupted_import_does_not_take_a_file_out_of_the_committed_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: tuple[Any, str]
 ) -> None:
     source, run = write_source(tmp_path / "source"), tmp_path / "run"
     with InterruptedPool() as pool:
-        pool.halt(monkeypatch, data_file_task, "write_file")
+        pool.halt(monkeypatch, *at)
         with pytest.raises(KeyboardInterrupt):
             imported(source, run, pool)
         assert len(imported(source, run).kept) == 1
