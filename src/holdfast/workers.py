@@ -73,8 +73,8 @@ def run_tasks(tasks: Sequence[Task[T]], executor: Executor, *, finished: Callabl
     """Run all tasks on `executor`, and call `finished` with the result of each, in this thread, in any order.
 
     Blocks until all have ended. After an error, tasks that wait are cancelled, and those that run end first, where the
-    executor says which ones run; after an interrupt, or on Ray, they may go on. Then they cannot do harm: a file whose
-    temporary name is gone is never published.
+    executor says which ones run; after an interrupt, or on Ray, they may go on, also while a later call works. So tasks
+    delete nothing, replace nothing, and look before they publish a file whether it is still wanted.
 
     Raises the first `HoldfastError` of a task, and `StorageError`, code ``storage.worker``, where a worker died or
     raised anything else: it names the files that were not finished.
@@ -134,6 +134,17 @@ def _lost(error: Exception, futures: Mapping[Future[Any], Task[Any]], unfinished
     )
 
 
+def unfinished(path: str) -> StorageError:
+    """The error for the folder at `path`, which lacks files of tasks that an executor reported as finished."""
+    return StorageError(
+        f"the workers did not write all files of {path}, though the executor reported the results of all tasks.",
+        code="storage.worker",
+        action="Look whether the executor gives each task its own result, and whether something deletes files there. "
+        "Then repeat the call with the same arguments.",
+        path=path,
+    )
+
+
 def _check(executor: Executor) -> None:
     if not isinstance(executor, Executor):
         raise TypeError(f"executor must be a concurrent.futures.Executor, not {type(executor).__name__}")
@@ -150,15 +161,30 @@ def _check(executor: Executor) -> None:
 def _process_pool(number: int) -> Iterator[ProcessPoolExecutor]:
     """Processes that run tasks, for the duration of a ``with`` block. They end with this one, and at an interrupt."""
     context = multiprocessing.get_context("spawn")  # this process has threads: it must not fork
-    pool = ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_parent)
+    with _without_sigpipe():
+        pool = ProcessPoolExecutor(number, mp_context=context, initializer=_end_with_parent)
+        try:
+            yield pool
+        except BaseException:
+            for process in list((getattr(pool, "_processes", None) or {}).values()):
+                process.terminate()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _without_sigpipe() -> Iterator[None]:
+    """Ignore SIGPIPE for the duration of a ``with`` block: a write to a process that died is to be an error. The
+    command line, which ends by it as other commands do, works in the main thread, the only one that can set it."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGPIPE) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     try:
-        yield pool
-    except BaseException:
-        for process in list((getattr(pool, "_processes", None) or {}).values()):
-            process.terminate()
-        raise
+        yield
     finally:
-        pool.shutdown(cancel_futures=True)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _end_with_parent() -> None:

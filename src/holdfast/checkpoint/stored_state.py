@@ -48,6 +48,17 @@ class StoredState(DataFiles, ABC):
         return self.record.identity
 
     @property
+    def shared_fingerprint(self) -> str:
+        """As `fingerprint`, without what differs between machines that see the same files."""
+        return self.fingerprint
+
+    def check_unchanged(self, *, all_files: bool = True) -> None:
+        """Look whether the files are those that were opened: only those that were read, unless `all_files`.
+
+        Raises `CorruptError`, code ``corrupt.foreign``, where one is not. Checkpoints of holdfast never change.
+        """
+
+    @property
     @abstractmethod
     def storage(self) -> Store:
         """The store of its folder."""

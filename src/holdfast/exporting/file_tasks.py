@@ -2,14 +2,19 @@
 
 When files are durable, the worker creates a record with their digests. So a later call can tell a file that is whole
 and sound from any other, and other systems' formats need no room for digests.
+
+A task belongs to one call of an export, which has a mark in the folder until it ends or another call begins. A task
+may go on after its call was interrupted. So it deletes nothing but its own records, replaces nothing, and publishes a
+file only while the mark of its call is there.
 """
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final, NamedTuple, Protocol, TypeVar
 
@@ -18,7 +23,7 @@ import numpy as np
 import xxhash
 
 from holdfast.checkpoint.stored_state import StoredState
-from holdfast.errors import CorruptError
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
 from holdfast.exporting.checksums import joined_checksum
 from holdfast.exporting.edge_blocks import EdgeBlocks
 from holdfast.exporting.element_source import ElementSource, TensorSegment, segments_between
@@ -26,6 +31,7 @@ from holdfast.exporting.new_folder import NewFile
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.interop.stored_source import StoredSource, shared_store
 from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.create_only import CreateOnlyWriter
 from holdfast.io.jobs import Extent
 from holdfast.io.reread import stored_digests
 from holdfast.io.sources import Source
@@ -56,10 +62,59 @@ class FilesRecord(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
+class ExportCall:
+    """One call of an export: the random `token` in the names of its mark and its records; `data` is in the mark."""
+
+    token: str
+    data: bytes
+
+    @staticmethod
+    def new(digest: str) -> ExportCall:
+        """A new call, which writes the planned folder with this digest."""
+        return ExportCall(secrets.token_hex(8), msgspec.json.encode(FilesRecord(digest, {})))
+
+    @property
+    def mark(self) -> str:
+        """The name of the mark."""
+        return f"{_RECORD_PREFIX}call-{self.token}.json"
+
+    @property
+    def earlier(self) -> str:
+        """The name of the record with the digests that earlier calls had recorded."""
+        return f"{_RECORD_PREFIX}earlier-{self.token}.json"
+
+    def record(self, number: int) -> str:
+        """The name of the record of a group of files."""
+        return f"{_RECORD_PREFIX}{number:06d}-{self.token}.json"
+
+    def holds(self, storage: Store) -> bool:
+        """Whether the mark is in the folder at the root of `storage`."""
+        try:
+            return storage.read(self.mark) == self.data
+        except NotFoundError:
+            return False
+
+    def check(self, storage: Store) -> None:
+        """Raise `ConfigurationError`, code ``config.destination``, unless the mark is in the folder."""
+        if not self.holds(storage):
+            where = storage.location.url
+            raise ConfigurationError(
+                f"another export into {where} has begun, or somebody removed its files.",
+                code="config.destination",
+                action="Let one export at a time write into a folder, and nothing else.",
+                path=where,
+            )
+
+
+@dataclass(frozen=True)
 class WrittenFiles:
-    """The outcome of a task: the names of the files that were there, sound, and the bytes written and read."""
+    """The outcome of a task: the names of the files that were there, sound, and the bytes written and read.
+
+    `damaged` are files that are not as they were written. Nothing of their groups was done: the caller deletes them.
+    """
 
     kept: tuple[str, ...]
+    damaged: tuple[str, ...]
     nbytes: int
     bytes_read: int
     data_nbytes: int
@@ -79,19 +134,18 @@ class FileGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class FilesTask:
-    """Some files to write in the place `folder`, whose record has the bytes `record`; `digest` is that of the plan.
+    """Some files to write in the place `folder`, for a call; `digest` is that of the plan.
 
-    `present` are those of the files that exist, each with the digest that a record gives; None where there is none.
-    These are written anew, unless `is_whole`. With `read_back`, new files are read again and compared.
+    `present` are those of the files that exist, each with the digest that a record gives; None where there is none, in
+    a folder in which all files had been written. With `read_back`, new files are read again and compared.
     """
 
     source: StoredSource
     folder: Location
-    record: bytes
+    call: ExportCall
     digest: str
     groups: tuple[FileGroup, ...]
     present: Mapping[str, str | None]
-    is_whole: bool
     read_back: bool
 
     @property
@@ -104,22 +158,33 @@ class FilesTask:
         """As `Task.paths`."""
         return tuple(f"{self.folder.url}/{file.name}" for group in self.groups for file in group.files)
 
+    def without(self, damaged: Collection[str]) -> Iterator[FilesTask]:
+        """The task that writes the groups of the files `damaged`, after these were deleted; none where it has none."""
+        groups = tuple(group for group in self.groups if any(file.name in damaged for file in group.files))
+        if groups:
+            present = {name: digest for name, digest in self.present.items() if name not in damaged}
+            yield replace(self, groups=groups, present=present)
+
     def run(self) -> WrittenFiles:
         """As `Task.run`: in a worker, which opens the state and the folder by itself."""
-        storage = shared_store(self.folder, RECORD_NAME, self.record)
+        storage = shared_store(self.folder, self.call.mark, self.call.data)
         with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
             return self.write(storage, self.source.open(), EdgeBlocks(), pool, lambda _: None)
 
     def write(
         self, storage: Store, state: StoredState, blocks: EdgeBlocks, pool: BufferPool, advance: Callable[[int], None]
     ) -> WrittenFiles:
-        """Write the files that are not there, or not sound, and the records. Blocks until all is durable."""
-        kept, nbytes, done, before = list[str](), 0, 0, blocks.bytes_read
+        """Write the files that are not there, and the records. Blocks until all is durable."""
+        kept, damaged, nbytes, done, before = list[str](), list[str](), 0, 0, blocks.bytes_read
         for group in self.groups:
             digests: dict[str, str] = {}
+            sound = [file.name for file in group.files if self._is_sound(storage, file)]
+            if wrong := [file.name for file in group.files if file.name in self.present and file.name not in sound]:
+                damaged += wrong
+                continue
             for file in group.files:
                 known = self.present.get(file.name)
-                if self._is_sound(storage, file):
+                if file.name in sound:
                     kept.append(file.name)
                     advance(file.data_nbytes)
                 else:
@@ -130,15 +195,15 @@ class FilesTask:
                 done += file.data_nbytes
             if digests:
                 self._create_record(storage, group.number, digests)
-        return WrittenFiles(tuple(kept), nbytes, blocks.bytes_read - before, done)
+        return WrittenFiles(tuple(kept), tuple(damaged), nbytes, blocks.bytes_read - before, done)
 
     def _is_sound(self, storage: Store, file: NewFile) -> bool:
-        """Whether a file is there as it was written. One without a digest counts where all files had been written."""
+        """Whether a file is there as it was written. One without a digest counts."""
         if file.name not in self.present:
             return False
         expected = self.present[file.name]
         if expected is None:
-            return self.is_whole
+            return True
         is_sound = _stored_digest(storage, file) == expected
         if not is_sound:
             LOG.warning("%s is not as it was written: it is written again", storage.path(file.name))
@@ -154,24 +219,31 @@ class FilesTask:
         advance: Callable[[int], None],
     ) -> str:
         """Write one file. Returns its digest."""
-        storage.delete(file.name)
+
+        def check() -> None:
+            state.check_unchanged(all_files=False)
+            self.call.check(storage)
+
+        check()
         source: Source = ElementSource(state, file.segments, blocks, advance)
-        writer = storage.writer(file.name, nbytes=file.nbytes)
+        writer: FileWriter
+        writer = created = CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check)
         trailed: list[bytes] = []
         if file.trailers:
             source = checksummed = _ChecksummedSource(source, file)
             writer = _TrailedWriter(writer, file, checksummed, trailed)
         table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pool)
         digest = _file_digest(file.head, table, b"".join(trailed))
-        if self.read_back and _stored_digest(storage, file) != digest:
+        if (self.read_back or created.existed) and _stored_digest(storage, file) != digest:
             raise _bad_write(storage.path(file.name))
         return digest
 
     def _create_record(self, storage: Store, number: int, digests: dict[str, str]) -> None:
-        name, data = f"{_RECORD_PREFIX}{number:06d}.json", msgspec.json.encode(FilesRecord(self.digest, digests))
-        if not storage.create(name, data) and storage.read(name) != data:
+        name = self.call.record(number)
+        storage.create(name, msgspec.json.encode(FilesRecord(self.digest, digests)))
+        if not self.call.holds(storage):  # this is a late task: nobody else removes its record
             storage.delete(name)
-            storage.create(name, data)
+            self.call.check(storage)
 
 
 def is_files_record(name: str) -> bool:

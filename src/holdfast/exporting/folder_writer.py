@@ -2,8 +2,9 @@
 
 Each file gets its name when it is whole and durable. A small record says which export is under way. It is created
 first; when all files are there, it is deleted before the records of finished files are. So a folder that has only those
-is whole. Files without which other systems do not recognise the folder come after all others, so that a folder that is
-not whole shows it.
+is whole. Each call leaves its mark, and removes those of earlier calls, whose tasks may still run: without its mark, a
+task publishes nothing. Only the call itself deletes files. Files without which other systems do not recognise the
+folder come after all others, so that a folder that is not whole shows it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ from holdfast.exporting.edge_blocks import EdgeBlocks
 from holdfast.exporting.file_tasks import (
     RECORD_NAME,
     WINDOW_NBYTES,
+    ExportCall,
     FilesRecord,
     FilesTask,
     WrittenFiles,
@@ -36,7 +37,7 @@ from holdfast.io.buffers import NUM_THREADS, BufferPool
 from holdfast.reports import size
 from holdfast.run.paths import some
 from holdfast.store.base import Store
-from holdfast.workers import Workforce, run_tasks
+from holdfast.workers import Workforce, run_tasks, unfinished
 
 
 class _ExportRecord(msgspec.Struct, frozen=True):
@@ -147,17 +148,19 @@ def write_folder(
     found = finished_files(storage, folder, state)
     _check_space(storage, sum(file.nbytes for file in folder.files if file.name not in found.digests))
     small_kept, small_nbytes = list[str](), 0
-    clean = partial(_remove_leftovers, storage, folder)
-    storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))
-    clean()
+    call = ExportCall.new(folder.digest)
+    found = _begin(storage, folder, state, found, call)
     for name, data in folder.first.items():
         small_nbytes += _create(storage, name, data, found, small_kept)
-    tasks = _tasks(storage, folder, state, found, read_back)
-    done = _run(tasks, storage, state, workforce=workforce, advance=advance, clean=clean)
+    tasks = _tasks(storage, folder, state, found, call, read_back)
+    done = _run(tasks, storage, folder, state, workforce=workforce, advance=advance)
+    state.check_unchanged()
+    _check_whole(storage, folder, found, call)
     for name, data in folder.last.items():
         small_nbytes += _create(storage, name, data, found, small_kept)
     if finish is not None:
         finish()
+    call.check(storage)
     storage.delete(RECORD_NAME)
     for name in storage.list(""):
         if is_files_record(name):
@@ -167,16 +170,65 @@ def write_folder(
     return WrittenFolder(tuple(kept), nbytes, sum(each.bytes_read for each in done))
 
 
+def _begin(
+    storage: Store, folder: NewFolder, state: StoredState, found: ExportedFiles, call: ExportCall
+) -> ExportedFiles:
+    """Make the folder that of `call`, from which on tasks of earlier calls do nothing. Returns the files that stay.
+
+    These tasks lose their mark before their temporary files. So what they publish is found here, or never published.
+    """
+    storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))
+    known = {name: digest for name, digest in found.digests.items() if digest is not None}
+    if known:
+        storage.create(call.earlier, msgspec.json.encode(FilesRecord(folder.digest, known)))
+    storage.create(call.mark, call.data)
+    for name in found.records:
+        if name != RECORD_NAME:
+            storage.delete(name)
+    _remove_leftovers(storage, folder)
+    now = finished_files(storage, folder, state)
+    digests = dict(now.digests)
+    for name in {file.name for file in folder.files} & digests.keys():
+        if digests[name] is None and not (found.is_whole and name in found.digests):
+            storage.delete(name)
+            del digests[name]
+    return ExportedFiles(digests, now.records, found.is_whole)
+
+
+def _check_whole(storage: Store, folder: NewFolder, found: ExportedFiles, call: ExportCall) -> None:
+    """Look whether the place holds the files with tensors, each with its size and a record of this call, and nothing
+    else. Raises `StorageError`, code ``storage.worker``, and `ConfigurationError`, code ``config.destination``."""
+    call.check(storage)
+    names = list(_files_in(storage, folder))
+    recorded = set[str]()
+    for name in names:
+        if is_files_record(name) and name.endswith(f"-{call.token}.json") and name not in (call.mark, call.earlier):
+            recorded.update(decode_json(storage.read(name), FilesRecord).files)
+    for file in folder.files:
+        is_known = file.name in recorded or found.digests.get(file.name, "") is None
+        if not is_known or storage.nbytes(file.name) != file.nbytes:
+            raise unfinished(storage.location.url)
+    ours = {*folder.names, RECORD_NAME}
+    others = [name for name in names if name not in ours and not is_files_record(name) and "/." not in f"/{name}"]
+    if others:
+        raise ConfigurationError(
+            f"{storage.location.url} got {some(others)} while the export wrote to it.",
+            code="config.destination",
+            action="Remove that, and repeat the call: it keeps the files that are finished.",
+            path=storage.location.url,
+        )
+
+
 def _tasks(
-    storage: Store, folder: NewFolder, state: StoredState, found: ExportedFiles, read_back: bool
+    storage: Store, folder: NewFolder, state: StoredState, found: ExportedFiles, call: ExportCall, read_back: bool
 ) -> list[FilesTask]:
     """The work on the files with tensors."""
-    source, record = StoredSource.of(state), msgspec.json.encode(_record(folder, state))
+    source = StoredSource.of(state)
     return [
         FilesTask(
             source=source,
             folder=storage.location,
-            record=record,
+            call=call,
             digest=folder.digest,
             groups=groups,
             present={
@@ -185,7 +237,6 @@ def _tasks(
                 for file in group.files
                 if file.name in found.digests
             },
-            is_whole=found.is_whole,
             read_back=read_back,
         )
         for groups in task_groups(file_groups(folder.files))
@@ -195,29 +246,42 @@ def _tasks(
 def _run(
     tasks: Sequence[FilesTask],
     storage: Store,
+    folder: NewFolder,
     state: StoredState,
     *,
     workforce: Workforce,
     advance: Callable[[int], None],
-    clean: Callable[[], None],
 ) -> list[WrittenFiles]:
-    """Run all tasks. `clean` removes what dead workers left."""
+    """Run all tasks. Files that they find damaged are deleted here, and their groups are written by new tasks."""
     done: list[WrittenFiles] = []
-    with workforce([task.nbytes for task in tasks]) as executor:
-        if executor is None:
-            blocks = EdgeBlocks()
-            with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
-                return [task.write(storage, state, blocks, pool, advance) for task in tasks]
 
-        def finished(files: WrittenFiles) -> None:
-            done.append(files)
+    def finished(files: WrittenFiles) -> None:
+        done.append(files)
+        if executor is not None:
             advance(files.data_nbytes)
 
-        try:
-            run_tasks(tasks, executor, finished=finished)
-        except Exception:
-            clean()
-            raise
+    def run_here(tasks: Sequence[FilesTask]) -> None:
+        blocks = EdgeBlocks()
+        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+            for task in tasks:
+                finished(task.write(storage, state, blocks, pool, advance))
+
+    with workforce([task.nbytes for task in tasks]) as executor:
+        while tasks:
+            begun = len(done)
+            try:
+                if executor is None:
+                    run_here(tasks)
+                else:
+                    run_tasks(tasks, executor, finished=finished)
+            except Exception:
+                if executor is not None and tasks[0].call.holds(storage):
+                    _remove_leftovers(storage, folder)  # of workers that died
+                raise
+            damaged = {name for files in done[begun:] for name in files.damaged}
+            for name in damaged:
+                storage.delete(name)
+            tasks = [again for task in tasks for again in task.without(damaged)]
     return done
 
 

@@ -25,6 +25,7 @@ from holdfast.format.records import FileSeal
 from holdfast.geometry import flat_boxes
 from holdfast.interop.stored_source import StoredSource, shared_store
 from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.create_only import CreateOnlyWriter
 from holdfast.io.digest import table_nbytes
 from holdfast.io.reread import stored_digests
 from holdfast.io.sources import BytesSource, Source
@@ -47,6 +48,14 @@ class ImportedFile:
     seal: FileSeal
     tensor_nbytes: int
     kept: bool
+
+
+@dataclass(frozen=True)
+class DamagedFile:
+    """The outcome of a task that found its file there, with other bytes than its digests say. The caller deletes it:
+    a task of a call that was interrupted may still run, and must not take a file away from a later call."""
+
+    index: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class DataFileTask:
     def _stored(self) -> StoredManifest:
         return StoredManifest(self.folder, self.manifest, _decoded(self.manifest))
 
-    def run(self) -> ImportedFile:
+    def run(self) -> ImportedFile | DamagedFile:
         """As `Task.run`: in a worker, which opens the state and the run by itself."""
         storage = shared_store(self.run_location, self._stored.key(fmt.NAME), self.manifest)
         state = self.source.open()
@@ -82,18 +91,22 @@ class DataFileTask:
 
     def write(
         self, storage: Store, state: StoredState, pool: BufferPool, advance: Callable[[int], None]
-    ) -> ImportedFile:
-        """Write the file if it is not there, or not sound. Blocks until it is durable."""
+    ) -> ImportedFile | DamagedFile:
+        """Write the file if it is not there. Blocks until it is durable.
+
+        Deletes nothing, and publishes nothing where the source was replaced, or the manifest is gone.
+        """
         stored = self._stored
         layout = _files(self.manifest).layout(self.index)
         key = stored.key(fmt.file_name(self.index))
-        seal = self._sound(storage, stored, layout)
-        kept = seal is not None
+        kept = storage.nbytes(key) is not None
+        seal = self._sound(storage, stored, layout) if kept else None
+        if kept and seal is None:
+            return DamagedFile(self.index)
         if seal is None:
-            storage.delete(key)
             state.find_places({state.numbers[stored.manifest.body.names[entry.tensor]] for entry in layout.entries})
-            seal = self._write(storage, state, stored, layout, pool, advance)
-            if self.read_back and self._sound(storage, stored, layout) != seal:
+            seal, existed = self._write(storage, state, stored, layout, pool, advance)
+            if (self.read_back or existed) and self._sound(storage, stored, layout) != seal:
                 raise CorruptError(
                     f"{storage.path(key)} does not have the bytes that were written.",
                     code="corrupt.file",
@@ -105,10 +118,8 @@ class DataFileTask:
         return ImportedFile(self.index, seal, layout.values_offset, kept)
 
     def _sound(self, storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal | None:
-        """The seal of the file that is there; None where there is none, or where its bytes do not match its digests."""
+        """The seal of the file that is there; None where its bytes do not match its digests."""
         key = stored.key(fmt.file_name(self.index))
-        if storage.nbytes(key) is None:
-            return None
         try:
             seal = check_file(storage, stored, layout)
             start, nbytes = layout.data_start, layout.data_nbytes
@@ -130,19 +141,27 @@ class DataFileTask:
         layout: FileLayout,
         pool: BufferPool,
         advance: Callable[[int], None],
-    ) -> FileSeal:
+    ) -> tuple[FileSeal, bool]:
+        """Write the file. Returns its seal, and whether another task had published it meanwhile."""
         sources: list[Source] = [_StateSource(state, stored, layout, advance)]
         if layout.values is not None:
             sources.append(BytesSource(self.values.ljust(layout.values.capacity, b"\0")))
         name = fmt.file_name(self.index)
+
+        def check() -> None:
+            state.check_unchanged(all_files=False)
+            shared_store(self.run_location, stored.key(fmt.NAME), self.manifest)
+
+        check()
+        writer = CreateOnlyWriter(storage.writer(stored.key(name), nbytes=layout.nbytes), check)
         table = write_file(
-            storage.writer(stored.key(name), nbytes=layout.nbytes),
+            writer,
             sources,
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
             pool=pool,
         )
-        return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table))
+        return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
 
 
 @lru_cache(maxsize=2)

@@ -25,7 +25,7 @@ from holdfast.format.dtypes import DTYPES
 from holdfast.format.records import Commit, Place
 from holdfast.format.values import Node
 from holdfast.geometry import Box
-from holdfast.importing.data_file_task import WINDOW_NBYTES, DataFileTask, ImportedFile
+from holdfast.importing.data_file_task import WINDOW_NBYTES, DamagedFile, DataFileTask, ImportedFile
 from holdfast.interop.given_places import ForeignTensor, StateTables
 from holdfast.interop.stored_source import StoredSource
 from holdfast.io.buffers import NUM_THREADS, BufferPool
@@ -34,7 +34,7 @@ from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, RankValues
 from holdfast.run.complete import StoredManifest, read_manifest, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.store.base import Store
-from holdfast.workers import Workforce, on_executor, run_tasks
+from holdfast.workers import Workforce, on_executor, run_tasks, unfinished
 
 #: Most bytes of tensors in one data file, unless it is one tensor. Files are what workers share the work by, and what
 #: an interrupted import goes on with.
@@ -81,6 +81,8 @@ def import_state(
     tasks = _tasks(StoredSource.of(state), storage, stored, packed, read_back)
     done = _run(tasks, storage, state, stored, workforce=workforce or on_executor(None), advance=advance)
     done.sort(key=lambda file: file.index)
+    _check_whole(storage, stored, done)
+    state.check_unchanged()
     run.check_fence(epoch)
     commit = seal_and_commit(run, stored, [file.seal for file in done])
     kept = tuple(file.seal.name for file in done if file.kept)
@@ -217,20 +219,43 @@ def _run(
     workforce: Workforce,
     advance: Callable[[int], None],
 ) -> list[ImportedFile]:
+    """Run all tasks. A file that one finds damaged is deleted here, and the task runs again."""
     done: list[ImportedFile] = []
+    damaged: list[int] = []
 
-    def finished(file: ImportedFile) -> None:
+    def finished(file: ImportedFile | DamagedFile) -> None:
+        if isinstance(file, DamagedFile):
+            damaged.append(file.index)
+            return
         done.append(file)
-        advance(file.tensor_nbytes)
+        if executor is not None:
+            advance(file.tensor_nbytes)
+
+    def run_here(tasks: Sequence[DataFileTask]) -> None:
+        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+            for task in tasks:
+                finished(task.write(storage, state, pool, advance))
 
     with workforce([task.nbytes for task in tasks]) as executor:
-        if executor is None:
-            with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
-                return [task.write(storage, state, pool, advance) for task in tasks]
         try:
-            run_tasks(tasks, executor, finished=finished)
+            while tasks:
+                if executor is None:
+                    run_here(tasks)
+                else:
+                    run_tasks(tasks, executor, finished=finished)
+                for index in damaged:
+                    storage.delete(stored.key(fmt.file_name(index)))
+                tasks = [task for task in tasks if task.index in damaged]
+                damaged.clear()
         except Exception:
             for leftover in storage.leftovers(f"{records.CHECKPOINTS}/{stored.folder}"):  # of workers that died
                 storage.delete(f"{records.CHECKPOINTS}/{stored.folder}/{leftover}")
             raise
     return done
+
+
+def _check_whole(storage: Store, stored: StoredManifest, done: Sequence[ImportedFile]) -> None:
+    """Refuse to commit where a result is missing or came twice, or a file is not there any more."""
+    there = [file.seal for file in done if storage.nbytes(stored.key(file.seal.name)) == file.seal.nbytes]
+    if [file.index for file in done] != list(range(stored.manifest.body.num_files)) or len(there) != len(done):
+        raise unfinished(storage.path(f"{records.CHECKPOINTS}/{stored.folder}"))

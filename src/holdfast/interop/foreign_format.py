@@ -81,6 +81,7 @@ class ForeignState(StoredState):
         self._record = StateRecord(location=folder.location, identity=identity, kind=kind, step=step)
         self._nodes = {"": Open("dict")} if nodes is None else nodes
         self._marks = [_mark(folder.storage, name) for name in files]
+        self._read = set[int]()
 
     @property
     def record(self) -> StateRecord:
@@ -91,6 +92,22 @@ class ForeignState(StoredState):
     def fingerprint(self) -> str:
         """As `StoredState.fingerprint`: the metadata, and the marks of the files, which have no digests."""
         return xxhash.xxh3_128_hexdigest(f"{self._record.identity} {self._marks}".encode())
+
+    @property
+    def shared_fingerprint(self) -> str:
+        """As `StoredState.shared_fingerprint`: some network file systems number their files on each machine anew."""
+        marks = [mark and mark[:2] for mark in self._marks]
+        return xxhash.xxh3_128_hexdigest(f"{self._record.identity} {marks}".encode())
+
+    def check_unchanged(self, *, all_files: bool = True) -> None:
+        """As `StoredState.check_unchanged`."""
+        for index in range(len(self._names)) if all_files else sorted(self._read):
+            self._check_file(index)
+
+    def _check_file(self, index: int) -> None:
+        name = self._names[index]
+        if _mark(untimed(self._storage), name) != self._marks[index]:
+            raise replaced(self._storage.path(name))
 
     @property
     def storage(self) -> Store:
@@ -116,11 +133,12 @@ class ForeignState(StoredState):
         file = super().open_file(
             index, data_start=data_start, data_nbytes=data_nbytes, verify=verify, open_reader=open_reader
         )
-        name = self._names[index]
-        if _mark(untimed(self._storage), name) != self._marks[index]:
+        self._read.add(index)
+        try:
+            self._check_file(index)
+        except CorruptError:
             file.reader.close()
-            action = "Open the checkpoint again when nothing writes to it."
-            raise damaged(self._storage.path(name), "was replaced or changed after it was opened", action=action)
+            raise
         return file
 
     def key(self, file: int) -> str:
@@ -141,6 +159,12 @@ def _mark(store: Store, name: str) -> tuple[int, ...] | None:
     except OSError:
         return None  # the reader of the file says what is wrong
     return status.st_size, status.st_mtime_ns, status.st_ino
+
+
+def replaced(path: str) -> CorruptError:
+    """The error for a checkpoint, or a file of it, that is another one than when it was opened."""
+    action = "Open the checkpoint again when nothing writes to it: begin anew."
+    return damaged(path, "was replaced or changed after it was opened", action=action)
 
 
 def damaged(

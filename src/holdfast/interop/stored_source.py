@@ -10,6 +10,7 @@ from typing import NamedTuple
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
+from holdfast.interop.foreign_format import replaced
 from holdfast.interop.formats import find_state
 from holdfast.run.paths import Selection
 from holdfast.store.base import Location, Store
@@ -19,24 +20,29 @@ _opening = Lock()
 
 
 class StoredSource(NamedTuple):
-    """What opens a state again: where it is, and what it must be. `fingerprint` tells versions of its files apart."""
+    """What opens a state again: where it is, and what it must be.
+
+    `fingerprint` tells versions of its files apart, and `shared_fingerprint` does so on all machines alike.
+    """
 
     location: Location
     place: Place | None
     identity: str
     fingerprint: str
+    shared_fingerprint: str
 
     @staticmethod
     def of(state: StoredState) -> StoredSource:
         """The value for an open state."""
         record = state.record
         place = record.place if record.in_history else None
-        return StoredSource(record.location, place, record.identity, state.fingerprint)
+        return StoredSource(record.location, place, record.identity, state.fingerprint, state.shared_fingerprint)
 
     def open(self) -> StoredState:
         """Open the state. A process opens it once for all tasks.
 
-        Raises `StorageError`, code ``storage.not_shared``, where another state, or none, is at the place.
+        Raises `StorageError`, code ``storage.not_shared``, where another state, or none, is at the place, and
+        `CorruptError`, code ``corrupt.foreign``, where its files are others than when the caller opened it.
         """
         with _opening:
             return _opened(self)
@@ -46,7 +52,14 @@ class StoredSource(NamedTuple):
 def _opened(source: StoredSource) -> StoredState:
     state = find_state(Selection(source.location, place=source.place)).state
     if state.record.identity != source.identity:
-        raise not_shared(str(source.location), "finds another checkpoint at")
+        raise not_shared(
+            str(source.location),
+            "finds another checkpoint at",
+            action="If it was replaced meanwhile, begin anew when nothing writes to it. "
+            "Else name paths that all workers share.",
+        )
+    if state.shared_fingerprint != source.shared_fingerprint:
+        raise replaced(str(source.location))
     return state
 
 
@@ -65,11 +78,11 @@ def shared_store(location: Location, key: str, expected: bytes) -> Store:
     return storage
 
 
-def not_shared(path: str, what: str) -> StorageError:
+def not_shared(path: str, what: str, *, action: str = "") -> StorageError:
     """The error for a worker that `what` the file or folder at `path`."""
     return StorageError(
         f"the worker on {socket.gethostname()} {what} '{path}'.",
         code="storage.not_shared",
-        action="Name paths that all workers share, or use processes of this machine.",
+        action=action or "Name paths that all workers share, or use processes of this machine.",
         path=path,
     )

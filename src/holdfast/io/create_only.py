@@ -1,0 +1,44 @@
+"""A writer for work that may run twice, or late: it looks again before it publishes, and never takes a name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.errors import StorageError
+from holdfast.store.base import Bytes, FileWriter
+
+
+class CreateOnlyWriter:
+    """A `FileWriter` that calls `check` when all bytes are written, and publishes the file only if that returns.
+
+    `existed` says afterwards that the name was taken: then the bytes were dropped, and the file that is there stays.
+    """
+
+    def __init__(self, writer: FileWriter, check: Callable[[], None]) -> None:
+        self._writer = writer
+        self._check = check
+        self.existed = False
+
+    @property
+    def alignment(self) -> int:
+        """As `FileWriter.alignment`."""
+        return self._writer.alignment
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """As `FileWriter.write_at`."""
+        self._writer.write_at(offset, data)
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`, but a name that is taken is no error."""
+        self._check()
+        try:
+            self._writer.publish(nbytes)
+        except StorageError as error:
+            if error.code != "storage.exists":
+                raise
+            self._writer.abort()
+            self.existed = True
+
+    def abort(self) -> None:
+        """As `FileWriter.abort`."""
+        self._writer.abort()
