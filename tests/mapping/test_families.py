@@ -209,6 +209,18 @@ def test_a_family_with_experts_needs_none_where_no_layer_has_any() -> None:
     assert family("qwen3_moe").read(under="") != []
 
 
+def test_a_configuration_object_is_refused_with_the_call_that_has_its_content() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return {"model_type": "llama"}
+
+    config = Config()
+    with pytest.raises(TypeError, match=r"not a Config; write family\(config\.to_dict\(\)\)"):
+        family(config)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="or a model_type, not"):
+        family(None)  # type: ignore[arg-type]
+
+
 def test_what_is_no_family_or_lacks_numbers_is_refused() -> None:
     with pytest.raises(ValueError, match="'bert' is none of the families"):
         family("bert")

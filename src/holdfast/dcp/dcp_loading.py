@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 #: Errors of a load name the arguments of `holdfast.load`, which DCP does not have.
 _ADVICE: Final = (
-    "select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder. Here, "
-    "planner=DefaultLoadPlanner(allow_partial_load=True) leaves alone what the checkpoint does not have."
+    "(select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder. Here, "
+    "planner=DefaultLoadPlanner(allow_partial_load=True) leaves alone what the checkpoint does not have.)"
 )
 
 
@@ -65,7 +65,7 @@ def load(
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
     except IncompatibleError as error:
-        error.add_note(_ADVICE)
+        error.action = f"{error.action} {_ADVICE}"
         raise
     if report.missing and channel.rank == 0:
         _log.warning("'%s' does not have %s, which keep their contents", target, listing(list(report.missing)))

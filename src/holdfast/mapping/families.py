@@ -17,6 +17,7 @@ import msgspec
 from holdfast.decoding import decode_json
 from holdfast.mapping.family_names import FAMILY_NAMES, FamilyConfig, NameDifference
 from holdfast.mapping.rules import Fuse, Rename, Rule, Split, Stack, Transpose, Unstack
+from holdfast.wording import kind_of
 
 Form = Literal["transformers", "separate"]
 #: The rules from a folder to a form, or from it to a folder.
@@ -70,8 +71,13 @@ def family(config: str | Mapping[str, object]) -> Family:
     """The family of a model of transformers, by the content of its ``config.json``, or by its ``model_type`` alone,
     such as ``"mixtral"``, where the rules need no numbers.
 
-    Raises `ValueError` for a family that is not known here, and for a configuration that is malformed.
+    Raises `ValueError` for a family that is not known here, and for a configuration that is malformed; `TypeError` for
+    anything but a dict or a text.
     """
+    item: object = config
+    if not isinstance(item, str | Mapping):
+        how = "; write family(config.to_dict())" if hasattr(item, "to_dict") else ""
+        raise TypeError(f"family takes the content of a config.json, or a model_type, not {kind_of(item)}{how}")
     given: Mapping[str, object] = {"model_type": config} if isinstance(config, str) else config
     needed = {name: given[name] for name in FamilyConfig.__struct_fields__ if name in given}
     try:
