@@ -270,8 +270,8 @@ VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "
 VERBS["refused"] = refused
 
 
-def main(verb: str, folder: Path, cases: list[str]) -> None:
-    """Run one verb for several cases."""
+def run_cases(run: Callable[..., dict[str, Any]], verb: str, folder: Path, cases: list[str]) -> None:
+    """Run one verb for several cases, on all ranks."""
     # Else DeepSpeed compiles C++ for its own collectives in shared memory, which takes minutes and a compiler.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed refuses fp16 on a CPU; torch computes it there.
@@ -279,7 +279,7 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
     deepspeed.init_distributed("gloo")
     results = {}
     for case in cases:
-        results[case] = VERBS[verb](folder, *case.split(":"))
+        results[case] = run(folder, *case.split(":"))
     if dist.get_rank() == 0:
         (folder / f"{verb}.json").write_text(json.dumps(results, default=str))
     dist.barrier()
@@ -287,6 +287,6 @@ def main(verb: str, folder: Path, cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    run_cases(VERBS[sys.argv[1]], sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
     sys.stderr.flush()
     os._exit(0)  # torch sometimes aborts while an interpreter ends ("terminate called without an active exception")

@@ -12,7 +12,6 @@ fresh engine, ``native`` the folder of DeepSpeed; both compare by bits. What a j
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
-from tests.interop.deepspeed_jobs import differences, values_of
+from tests.interop.deepspeed_jobs import differences, run_cases, values_of
 from tests.interop.write_deepspeed import CASES, SLOTS, flat_groups
 from tests.support.collectives import counted
 
@@ -263,21 +262,5 @@ def _compare(folder: Path, source: str, target: str, engine: Any, report: holdfa
 VERBS: dict[str, Callable[..., dict[str, Any]]] = {"save": save, "load": load, "native": native}
 
 
-def main(verb: str, folder: Path, cases: list[str]) -> None:
-    """Run one verb for several cases."""
-    # Else DeepSpeed compiles C++ for its own collectives in shared memory, which takes minutes and a compiler.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # DeepSpeed refuses fp16 on a CPU; torch computes it there.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    deepspeed.init_distributed("gloo")
-    results = {}
-    for case in cases:
-        results[case] = VERBS[verb](folder, *case.split(":"))
-    if dist.get_rank() == 0:
-        (folder / f"{verb}.json").write_text(json.dumps(results, default=str))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+    run_cases(VERBS[sys.argv[1]], sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

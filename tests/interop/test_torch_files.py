@@ -193,8 +193,7 @@ def test_an_optimizer_with_other_groups_is_refused_instead_of_mixing_up_its_stat
         {"params": [net.down.bias, net.up.bias]},
         {"params": [net.up.weight, net.down.weight]},
     ]
-    optimizer = torch.optim.AdamW(groups)
-    swapped = {"net": net, "optimizer": optimizer}
+    swapped = {"net": net, "optimizer": (optimizer := torch.optim.AdamW(groups))}
     for strict in (True, False):  # the state of the others may be that of other parameters, too
         with pytest.raises(holdfast.IncompatibleError, match=r"shape \(5,\) here.*order is another one") as caught:
             holdfast.load(tmp_path / "a.ckpt", swapped, strict=strict)

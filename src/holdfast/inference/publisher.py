@@ -37,8 +37,8 @@ _LABEL: Final = "publishing to inference engines"
 
 
 class _Address(msgspec.Struct, frozen=True):
-    """Where rank 0 of the trainer serves the store that all meet at, and the number of workers of all engines; empty in
-    the messages of the other ranks."""
+    """The address at which rank 0 of the trainer serves the store that all meet at, and the number of workers of all
+    engines; empty in the messages of the other ranks."""
 
     host: str = ""
     port: int = 0

@@ -155,7 +155,8 @@ class PublishedSource(WeightSource):  # type: ignore[misc]
 
 @dataclass
 class HoldfastTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What the trainer's side needs: the number of the engine's workers, and as `Publisher` a host and a deadline."""
+    """The settings of the trainer's side: the number of the engine's workers, and a host and a deadline as in
+    `Publisher`."""
 
     backend: ClassVar[str] = BACKEND
 

@@ -24,7 +24,7 @@ from holdfast.publishing import TransferSource, transfer_over
 
 
 class UpdateStart(msgspec.Struct, frozen=True):
-    """What a publisher sends with `init_weight_transfer_engine`: where to meet, and what it publishes.
+    """The message of a publisher with `init_weight_transfer_engine`: where to meet, and which weights it publishes.
 
     The trainer has the ranks `trainer_ranks`; the workers of this engine come after them, from `first_worker` on.
     """
@@ -39,7 +39,7 @@ class UpdateStart(msgspec.Struct, frozen=True):
 
 
 class VersionUpdate(msgspec.Struct, frozen=True):
-    """What a publisher sends with `update_weights`: the checkpoint to read, and the part of it with the weights.
+    """The message of a publisher with `update_weights`: the checkpoint to read, and the part of it with the weights.
 
     Without a path, the weights come from the trainer. With `drop`, nothing comes, and the open update shows nothing.
     """

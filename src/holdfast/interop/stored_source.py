@@ -20,7 +20,7 @@ _opening = Lock()
 
 
 class StoredSource(NamedTuple):
-    """What opens a state again: where it is, and what it must be.
+    """A description of a state that another process opens again: its location, and its expected content.
 
     `fingerprint` tells versions of its files apart, and `shared_fingerprint` does so on all machines alike.
     """

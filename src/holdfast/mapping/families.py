@@ -55,8 +55,8 @@ class Family:
         return self._rules("write", form)
 
     def difference(self, names: Collection[str]) -> NameDifference | None:
-        """What a folder of this model lacks and has too many, if it has just `names`; None where the configuration does
-        not decide it, as without a number of layers, or with quantised weights."""
+        """The names that a folder with just `names` lacks, and those that it has too many; None where the configuration
+        does not decide it, as without a number of layers, or with quantised weights."""
         return FAMILY_NAMES[self.config.model_type].difference(self.config, names)
 
     def _rules(self, direction: Literal["read", "write"], form: str) -> list[Rule]:

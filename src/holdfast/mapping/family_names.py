@@ -65,7 +65,7 @@ class FamilyConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NameDifference(NamedTuple):
-    """What the names of a folder and those of the configured model do not share, sorted."""
+    """The names that a folder lacks, and those that the configured model does not have, sorted."""
 
     missing: tuple[str, ...]
     surplus: tuple[str, ...]
@@ -87,8 +87,9 @@ class FamilyNames:
     optional: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
 
     def difference(self, config: FamilyConfig, names: Collection[str]) -> NameDifference | None:
-        """What `names` lack and have too many; None where the configuration does not decide it: it has no number of
-        layers, or quantises the weights. Heads of models that are no causal ones may have any names."""
+        """The names that are missing in `names`, and those that are too many; None where the configuration does not
+        decide it: it has no number of layers, or quantises the weights. Heads of models that are no causal ones may
+        have any names."""
         number = config.num_layers
         if number is None or config.quantization_config is not None:
             return None
