@@ -1,8 +1,8 @@
-"""A folder of exports, one folder for each step: ``step-0000000700``. Each gets its name when it is whole and durable.
+"""A folder of exports, with one folder for each step, such as ``step-0000000700``.
 
-An export is written into a draft beside it, a hidden folder whose name says which checkpoint it is of, and renamed.
-The records of `folder_writer` leave a draft last, so a draft without them is whole. A folder that is removed is renamed
-first, so that nobody takes what is left of it for a whole one. A mark in each export, an empty file that
+The exporter writes a draft, a hidden folder whose name tells the checkpoint, and renames it when it is whole and
+durable. The records of `folder_writer` leave a draft last, so a draft without them is whole. A removal renames the
+folder first, so that nobody takes the rest of it for a whole one. A mark in each export, an empty file that
 `from_pretrained` ignores, tells it from what somebody else put there, which is never replaced, renamed or removed.
 """
 

@@ -64,8 +64,8 @@ def reshard(unit: FlatUnit) -> None:
 
 
 def held_by(unit: FlatUnit, path: str, bases: Mapping[int, Sequence[str]]) -> Iterator[FlatMemory | NamedTensor]:
-    """Describe the memory that a unit of the module at `path` holds. For each module, by its id,
-    `bases` has the prefixes of the names of its tensors.
+    """Describe the memory that a unit of the module at `path` holds. `bases` has the prefixes of the names of a
+    module's tensors, by the id of the module.
 
     Yields flat memory; and where each rank has all elements and trains the original parameters, plain tensors. Copies
     on several ranks are compared: FSDP1 makes them equal only if it is told to (``sync_module_states``).
