@@ -15,7 +15,7 @@ from holdfast.format.container import FilePlaces
 from holdfast.format.dtypes import CARRIERS
 from holdfast.geometry import Box
 from holdfast.plan.load import FileReads, ReadRequest, pieces
-from holdfast.plan.strided_runs import CopySpan, StridedRun, copy_spans
+from holdfast.plan.strided_runs import StridedRun, copy_spans
 from holdfast.store.base import Bytes
 
 
@@ -77,8 +77,15 @@ class Delivery:
             first, offset = behind, 0
 
     def _odd(self, index: int, offset: int, data: Bytes) -> None:
-        """Deliver bytes of one read whose elements may be cut, and lie at any address: whole ones from a copy."""
-        itemsize = int(self._files.itemsizes[self._wants[self._numbers[index]].tensor])
+        """Deliver bytes of one read whose elements may be cut, and lie at any address: byte by byte where memory takes
+        them, else whole elements from a copy."""
+        number = self._numbers[index]
+        itemsize = int(self._files.itemsizes[self._wants[number].tensor])
+        run = self._reads.strided_run(index)
+        memory = None if run is None else self._targets.memory(number)
+        if run is not None and memory is not None:
+            _copy_runs(run.in_bytes(itemsize), offset, len(data), data, memory.view(np.uint8))
+            return
         first = min(-offset % itemsize, len(data))
         behind = first + (len(data) - first) // itemsize * itemsize
         for start, stop in ((0, first), (behind, len(data))):
@@ -115,8 +122,7 @@ class Delivery:
         run, skipped, numel = self._reads.strided_run(index), offset // itemsize, len(data) // itemsize
         memory = None if run is None else self._targets.memory(number)
         if run is not None and memory is not None:
-            for span in copy_spans(run, skipped, numel):
-                _copy(span, run, data, memory)
+            _copy_runs(run, skipped, numel, data, memory)
             return
         elements = data.view(CARRIERS[itemsize])
         for at, stored, source, target in pieces(self._reads.read(index), want.box, skipped, numel):
@@ -160,9 +166,13 @@ def _ends_of_groups(straight: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return last[np.searchsorted(last, np.arange(len(straight)))] + 1
 
 
-def _copy(span: CopySpan, run: StridedRun, data: Bytes, memory: npt.NDArray[Any]) -> None:
-    """Copy elements of `data` to `memory`. (``np.ndarray`` makes strided arrays faster than ``as_strided``.)"""
-    shape, dtype, itemsize = (span.rows, span.size), memory.dtype, memory.itemsize
-    source = np.ndarray(shape, dtype, data, span.at * itemsize, (run.step * itemsize, itemsize))
-    target = np.ndarray(shape, dtype, memory, span.place * itemsize, (run.pitch * itemsize, itemsize))
-    target[...] = source
+def _copy_runs(run: StridedRun, skipped: int, count: int, data: Bytes, memory: npt.NDArray[Any]) -> None:
+    """Copy `data`, the `count` elements behind the first `skipped` ones of `run`, to their places in `memory`.
+
+    ``np.ndarray`` makes strided arrays faster than ``as_strided``.
+    """
+    dtype, itemsize = memory.dtype, memory.itemsize
+    for at, place, rows, size in copy_spans(run, skipped, count):
+        source = np.ndarray((rows, size), dtype, data, at * itemsize, (run.step * itemsize, itemsize))
+        target = np.ndarray((rows, size), dtype, memory, place * itemsize, (run.pitch * itemsize, itemsize))
+        target[...] = source

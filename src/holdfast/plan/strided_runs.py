@@ -28,6 +28,10 @@ class StridedRun(NamedTuple):
     step: int
     pitch: int
 
+    def in_bytes(self, itemsize: int) -> StridedRun:
+        """The same runs, counted in bytes."""
+        return StridedRun(*(count * itemsize for count in self))
+
 
 class CopySpan(NamedTuple):
     """`rows` runs of `size` elements each, to copy from element `at` of the data at hand to element `place` of the box.
