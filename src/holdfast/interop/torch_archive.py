@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 from collections import deque
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from threading import RLock
@@ -159,7 +160,7 @@ class TorchArchive:
 
     def value(self, known: Globals = ARCHIVE_GLOBALS, *, keep_unknown: bool = False) -> object:
         """The object in the archive, with tensors as `PickledTensor`; see `unpickled`. Raises `PickleError`, too."""
-        return self._unpickled(_MAX_PICKLE_NBYTES, known, keep_unknown=keep_unknown)
+        return unpickled(self._pickle(_MAX_PICKLE_NBYTES), known, persistent=persistent, keep_unknown=keep_unknown)
 
     def tensor_offset(self, dtype: str, shape: Shape) -> int:
         """The place of the first byte of the archive's only tensor, counted from the file's beginning.
@@ -168,12 +169,12 @@ class TorchArchive:
         lie there in row-major order.
         """
         try:
-            found = self._unpickled(_MAX_TENSOR_PICKLE_NBYTES)
+            found = _unpickled_tensor(self._pickle(_MAX_TENSOR_PICKLE_NBYTES))
         except UnreadTensorError:
             raise
         except PickleError as error:
             raise ArchiveError(f"its pickle is no tensor: {error}") from error
-        if not isinstance(found, PickledTensor):
+        if found is None:
             raise ArchiveError("it holds a value instead of a tensor")
         if (found.dtype, found.shape) != (dtype, shape):
             raise ArchiveError(f"it holds {found.dtype}{list(found.shape)} instead of {dtype}{list(shape)}")
@@ -206,12 +207,11 @@ class TorchArchive:
             raise ArchiveError(f"its storage has {nbytes} bytes, less than its tensor")
         return self.storage_offset(tensor.storage.key) + tensor.first * DTYPES[tensor.dtype].itemsize
 
-    def _unpickled(self, limit: int, known: Globals = ARCHIVE_GLOBALS, *, keep_unknown: bool = False) -> object:
+    def _pickle(self, limit: int) -> bytes:
         order = self._names.get(f"{self._root}byteorder")
         if order is not None and self._read(order, 16) != b"little":
             raise ArchiveError("its numbers are not in little-endian order")
-        data = self._read(self._entry("data.pkl"), limit)
-        return unpickled(data, known, persistent=persistent, keep_unknown=keep_unknown)
+        return self._read(self._entry("data.pkl"), limit)
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
         entry = self._names.get(self._root + name)
@@ -245,3 +245,11 @@ class TorchArchive:
         if start + entry.file_size > min(self._ends[entry.header_offset], self._place.nbytes):
             raise ArchiveError(f"its entry {entry.filename:.100} is cut off, or runs into the next one")
         return start
+
+
+@lru_cache(maxsize=256)
+def _unpickled_tensor(data: bytes) -> PickledTensor | None:
+    """The tensor in a pickle; None where it holds something else. Most archives of one tensor have one of few pickles:
+    those of equal shapes are equal."""
+    found = unpickled(data, ARCHIVE_GLOBALS, persistent=persistent)
+    return found if isinstance(found, PickledTensor) else None
