@@ -250,7 +250,7 @@ class CooperativeReading:
     ) -> tuple[Mapping[int, Neighbour], Sequence[Bytes]]:
         """The other ranks of the node, and the buffers into which this rank reads."""
         if len(ranks) == 1:
-            return {}, stack.enter_context(stack.enter_context(pipeline_pool()).all_buffers())
+            return {}, stack.enter_context(stack.enter_context(pipeline_pool()).buffers(NUM_THREADS))
         shared = stack.enter_context(SharedMemory(self._num_buffers * BUFFER_NBYTES, self._needs.tobytes()))
         neighbours = stack.enter_context(Neighbours(token, self._channel.rank))
         neighbours.connect(ranks, shared, end_s=end_s)

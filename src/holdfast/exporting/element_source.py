@@ -22,7 +22,7 @@ from holdfast.exporting.chosen_tensors import ExportTensor, unfit
 from holdfast.exporting.edge_blocks import EdgeBlocks
 from holdfast.format.dtypes import CARRIERS, DTYPES, numpy_type
 from holdfast.geometry import Box, flat_boxes, whole
-from holdfast.io.buffers import pipeline_pool
+from holdfast.io.buffers import BufferPool, pipeline_pool
 from holdfast.io.reader import read_files
 from holdfast.mapping.parts import NO_AXIS, is_floating
 from holdfast.plan.load import ReadRequest
@@ -71,15 +71,22 @@ def segments_between(segments: Sequence[Segment], start: int, stop: int) -> Sequ
 class ElementSource:
     """The data of one new file, as the writer's `Source`. `advance` gets the number of bytes of each finished window.
 
-    Every block that is read is verified if the state has digests.
+    Every block that is read is verified if the state has digests. Each thread that asks for a window reads it through
+    one buffer of `pool`.
     """
 
     def __init__(
-        self, state: StoredState, segments: Sequence[Segment], blocks: EdgeBlocks, advance: Callable[[int], None]
+        self,
+        state: StoredState,
+        segments: Sequence[Segment],
+        blocks: EdgeBlocks,
+        pool: BufferPool,
+        advance: Callable[[int], None],
     ) -> None:
         self._state = state
         self._segments = segments
         self._blocks = blocks
+        self._pool = pool
         self._advance = advance
         self.nbytes = segments[-1].start + segments[-1].nbytes if segments else 0
 
@@ -95,8 +102,7 @@ class ElementSource:
                 window.add(segment, skipped, held)
         if window.wants:
             jobs = (self._blocks.shared(job) for _, job in self._state.jobs(window.wants, window))
-            with pipeline_pool() as pool:
-                read_files(jobs, pool=pool, on_corrupt=self._state.corrupt_block)
+            read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, num_threads=1)
         self._advance(len(out))
 
 
@@ -233,5 +239,6 @@ def small_contents(state: StoredState, tensors: Sequence[ExportTensor]) -> list[
             segments.append(TensorSegment(start, tensor, whole(tensor.shape)))
     out = np.empty(starts[-1], np.uint8)
     if segments:
-        ElementSource(state, segments, EdgeBlocks(), lambda _: None).read_into(0, out)
+        with pipeline_pool() as pool:
+            ElementSource(state, segments, EdgeBlocks(), pool, lambda _: None).read_into(0, out)
     return [out[start : start + tensor.nbytes].tobytes() for tensor, start in zip(tensors, starts, strict=False)]

@@ -11,7 +11,6 @@ file only while the mark of its call is there.
 from __future__ import annotations
 
 import secrets
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 import xxhash
+from isal import isal_zlib
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
@@ -30,7 +30,7 @@ from holdfast.exporting.element_source import ElementSource, TensorSegment, segm
 from holdfast.exporting.new_folder import NewFile
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.interop.stored_source import StoredSource, shared_store
-from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.buffers import WindowPools, window_pools
 from holdfast.io.create_only import CreateOnlyWriter
 from holdfast.io.jobs import Extent
 from holdfast.io.reread import stored_digests
@@ -168,11 +168,11 @@ class FilesTask:
     def run(self) -> WrittenFiles:
         """As `Task.run`: in a worker, which opens the state and the folder by itself."""
         storage = shared_store(self.folder, self.call.mark, self.call.data)
-        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
-            return self.write(storage, self.source.open(), EdgeBlocks(), pool, lambda _: None)
+        with window_pools(WINDOW_NBYTES) as pools:
+            return self.write(storage, self.source.open(), EdgeBlocks(), pools, lambda _: None)
 
     def write(
-        self, storage: Store, state: StoredState, blocks: EdgeBlocks, pool: BufferPool, advance: Callable[[int], None]
+        self, storage: Store, state: StoredState, blocks: EdgeBlocks, pools: WindowPools, advance: Callable[[int], None]
     ) -> WrittenFiles:
         """Write the files that are not there, and the records. Blocks until all is durable."""
         kept, damaged, nbytes, done, before = list[str](), list[str](), 0, 0, blocks.bytes_read
@@ -188,7 +188,7 @@ class FilesTask:
                     kept.append(file.name)
                     advance(file.data_nbytes)
                 else:
-                    known = self._write(storage, file, state, blocks, pool, advance)
+                    known = self._write(storage, file, state, blocks, pools, advance)
                     nbytes += file.nbytes
                 if known is not None:
                     digests[file.name] = known
@@ -215,7 +215,7 @@ class FilesTask:
         file: NewFile,
         state: StoredState,
         blocks: EdgeBlocks,
-        pool: BufferPool,
+        pools: WindowPools,
         advance: Callable[[int], None],
     ) -> str:
         """Write one file. Returns its digest."""
@@ -225,14 +225,14 @@ class FilesTask:
             self.call.check(storage)
 
         check()
-        source: Source = ElementSource(state, file.segments, blocks, advance)
+        source: Source = ElementSource(state, file.segments, blocks, pools.reads, advance)
         writer: FileWriter
         writer = created = CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check)
         trailed: list[bytes] = []
         if file.trailers:
             source = checksummed = _ChecksummedSource(source, file)
             writer = _TrailedWriter(writer, file, checksummed, trailed)
-        table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pool)
+        table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pools.windows)
         digest = _file_digest(file.head, table, b"".join(trailed))
         if (self.read_back or created.existed) and _stored_digest(storage, file) != digest:
             raise _bad_write(storage.path(file.name))
@@ -326,7 +326,7 @@ class _ChecksummedSource:
         for segment in segments_between(self._segments, start, start + len(out)):
             if isinstance(segment, TensorSegment):
                 low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
-                checksum = zlib.crc32(out[low - start : high - start].data)
+                checksum = isal_zlib.crc32(out[low - start : high - start].data)
                 with self._lock:
                     self._pieces[segment.start].append((low, high - low, checksum))
 

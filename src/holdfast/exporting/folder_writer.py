@@ -33,7 +33,7 @@ from holdfast.exporting.file_tasks import (
 )
 from holdfast.exporting.new_folder import NewFolder
 from holdfast.interop.stored_source import StoredSource
-from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.buffers import window_pools
 from holdfast.reports import size
 from holdfast.run.paths import some
 from holdfast.store.base import Store
@@ -262,9 +262,9 @@ def _run(
 
     def run_here(tasks: Sequence[FilesTask]) -> None:
         blocks = EdgeBlocks()
-        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+        with window_pools(WINDOW_NBYTES) as pools:
             for task in tasks:
-                finished(task.write(storage, state, blocks, pool, advance))
+                finished(task.write(storage, state, blocks, pools, advance))
 
     with workforce([task.nbytes for task in tasks]) as executor:
         while tasks:

@@ -24,9 +24,10 @@ from holdfast.format.dtypes import CARRIERS
 from holdfast.format.records import FileSeal
 from holdfast.geometry import flat_boxes
 from holdfast.interop.stored_source import StoredSource, shared_store
-from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.buffers import BufferPool, WindowPools, window_pools
 from holdfast.io.create_only import CreateOnlyWriter
 from holdfast.io.digest import table_nbytes
+from holdfast.io.reader import read_files
 from holdfast.io.reread import stored_digests
 from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
@@ -37,7 +38,7 @@ from holdfast.store.base import Bytes, Location, Store
 
 #: Bytes of the new file that are put together at once, by each of the writer's threads. All their parts are read
 #: together: in larger windows, each foreign file is opened and planned less often, and more parts lie side by side.
-WINDOW_NBYTES: Final = 16 * container.BLOCK_NBYTES
+WINDOW_NBYTES: Final = 32 * container.BLOCK_NBYTES
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class DataFileTask:
         """As `Task.run`: in a worker, which opens the state and the run by itself."""
         storage = shared_store(self.run_location, self._stored.key(fmt.NAME), self.manifest)
         state = self.source.open()
-        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
-            return self.write(storage, state, pool, lambda _: None)
+        with window_pools(WINDOW_NBYTES) as pools:
+            return self.write(storage, state, pools, lambda _: None)
 
     def write(
-        self, storage: Store, state: StoredState, pool: BufferPool, advance: Callable[[int], None]
+        self, storage: Store, state: StoredState, pools: WindowPools, advance: Callable[[int], None]
     ) -> ImportedFile | DamagedFile:
         """Write the file if it is not there. Blocks until it is durable.
 
@@ -105,7 +106,7 @@ class DataFileTask:
             return DamagedFile(self.index)
         if seal is None:
             state.find_places({state.numbers[stored.manifest.body.names[entry.tensor]] for entry in layout.entries})
-            seal, existed = self._write(storage, state, stored, layout, pool, advance)
+            seal, existed = self._write(storage, state, stored, layout, pools, advance)
             if (self.read_back or existed) and self._sound(storage, stored, layout) != seal:
                 raise CorruptError(
                     f"{storage.path(key)} does not have the bytes that were written.",
@@ -139,11 +140,11 @@ class DataFileTask:
         state: StoredState,
         stored: StoredManifest,
         layout: FileLayout,
-        pool: BufferPool,
+        pools: WindowPools,
         advance: Callable[[int], None],
     ) -> tuple[FileSeal, bool]:
         """Write the file. Returns its seal, and whether another task had published it meanwhile."""
-        sources: list[Source] = [_StateSource(state, stored, layout, advance)]
+        sources: list[Source] = [_StateSource(state, layout, pools.reads, advance)]
         if layout.values is not None:
             sources.append(BytesSource(self.values.ljust(layout.values.capacity, b"\0")))
         name = fmt.file_name(self.index)
@@ -159,7 +160,7 @@ class DataFileTask:
             sources,
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
-            pool=pool,
+            pool=pools.windows,
         )
         return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
 
@@ -175,12 +176,14 @@ def _files(manifest: bytes) -> Files:
 
 
 class _StateSource:
-    """The tensors of a state as the bytes of a data file. Reads what it is asked for, and keeps nothing."""
+    """The tensors of a state as the bytes of a data file. Reads what it is asked for, and keeps nothing. Each thread
+    that asks reads through one buffer of `pool`."""
 
     def __init__(
-        self, state: StoredState, stored: StoredManifest, layout: FileLayout, advance: Callable[[int], None]
+        self, state: StoredState, layout: FileLayout, pool: BufferPool, advance: Callable[[int], None]
     ) -> None:
         self._state = state
+        self._pool = pool
         self._advance = advance
         #: The numbers of the file's tensors in the state: both have all of them, sorted by name.
         self._entries: Sequence[Entry] = [entry for entry in layout.entries if entry.nbytes]
@@ -208,5 +211,6 @@ class _StateSource:
                 wants.append(ReadRequest(entry.tensor, box))
                 arrays.append(held[offset : offset + box.numel].reshape(box.size))
             at = stop
-        self._state.read(wants, ArrayTargets(arrays))
+        jobs = (job for _, job in self._state.jobs(wants, ArrayTargets(arrays)))
+        read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, num_threads=1)
         self._advance(len(out))

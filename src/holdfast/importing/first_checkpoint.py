@@ -28,7 +28,7 @@ from holdfast.geometry import Box
 from holdfast.importing.data_file_task import WINDOW_NBYTES, DamagedFile, DataFileTask, ImportedFile
 from holdfast.interop.given_places import ForeignTensor, StateTables
 from holdfast.interop.stored_source import StoredSource
-from holdfast.io.buffers import NUM_THREADS, BufferPool
+from holdfast.io.buffers import window_pools
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, RankValues
 from holdfast.run.complete import StoredManifest, read_manifest, seal_and_commit
@@ -232,9 +232,9 @@ def _run(
             advance(file.tensor_nbytes)
 
     def run_here(tasks: Sequence[DataFileTask]) -> None:
-        with BufferPool(NUM_THREADS * WINDOW_NBYTES, buffer_nbytes=WINDOW_NBYTES) as pool:
+        with window_pools(WINDOW_NBYTES) as pools:
             for task in tasks:
-                finished(task.write(storage, state, pool, advance))
+                finished(task.write(storage, state, pools, advance))
 
     with workforce([task.nbytes for task in tasks]) as executor:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Thread
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.pages import anonymous
@@ -57,10 +57,13 @@ class BufferPool:
             self._free.put(buffer)
 
     @contextmanager
-    def all_buffers(self) -> Iterator[list[Bytes]]:
-        """All buffers for the duration of a ``with`` block, each taken as by `buffer`."""
+    def buffers(self, number: int) -> Iterator[list[Bytes]]:
+        """That many buffers for the duration of a ``with`` block, or all if there are less, each taken as by `buffer`.
+
+        Callers that share a pool and take more than one buffer each may wait for each other for ever.
+        """
         with ExitStack() as stack:
-            yield [stack.enter_context(self.buffer()) for _ in range(self.num_buffers)]
+            yield [stack.enter_context(self.buffer()) for _ in range(min(number, self.num_buffers))]
 
     def close(self) -> None:
         """Return the memory to the operating system. The caller must have given back all buffers."""
@@ -80,6 +83,24 @@ class BufferPool:
 def pipeline_pool() -> BufferPool:
     """A pool for one pipeline: one buffer per thread, as many as `write_file` and `read_files` use by default."""
     return BufferPool(NUM_THREADS * BUFFER_NBYTES)
+
+
+class WindowPools(NamedTuple):
+    """The memory of a writing that fills windows of a new file from reads of other files: each of its threads takes one
+    buffer of each pool."""
+
+    windows: BufferPool
+    reads: BufferPool
+
+
+@contextmanager
+def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
+    """Pools for one writing at a time, with windows of `window_nbytes`, for the duration of a ``with`` block."""
+    with (
+        BufferPool(NUM_THREADS * window_nbytes, buffer_nbytes=window_nbytes) as windows,
+        pipeline_pool() as reads,
+    ):
+        yield WindowPools(windows, reads)
 
 
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:

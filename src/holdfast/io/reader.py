@@ -26,7 +26,8 @@ def read_files(
     Extents are widened to whole 1 MiB blocks (to 4096 bytes where nothing is verified), merged, and read in requests
     of at most one buffer. Blocks are verified before they are delivered; a block that fails raises the error that
     `on_corrupt` makes. The first error ends everything promptly, with part of the bytes delivered. `jobs` is consumed
-    as reading proceeds, and few files are open at a time. Takes all buffers of `pool`.
+    as reading proceeds, and few files are open at a time. Takes one buffer per thread from `pool`, which calls with one
+    thread may share.
     """
     needed: list[int] = []
 
@@ -38,7 +39,7 @@ def read_files(
             for start, stop in spans:
                 yield Chunk(0, target, start, stop)
 
-    with pool.all_buffers() as buffers:
+    with pool.buffers(num_threads) as buffers:
         reading = ChunkReading(chunks(), buffers, on_corrupt, num_readers=num_threads)
         reading.run()
     return ReadStats(reading.bytes_read, sum(needed))
