@@ -217,11 +217,14 @@ def refused(folder: Path, kind: str) -> dict[str, Any]:
     """The error of a save of an engine that holds its state in ways of its own, and of a load into it."""
     made: dict[str, Callable[[], nn.Module]] = {
         "pipeline": lambda: PipelineModule([nn.Linear(4, 4)], num_stages=1, loss_fn=nn.MSELoss()),
+        "version": lambda: nn.Linear(4, 4),
     }
     model = made[kind]()
     config = {"train_micro_batch_size_per_gpu": 2}
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
     found: list[str] = []
+    tested = deepspeed.__version__
+    deepspeed.__version__ = "0.20.1" if kind == "version" else tested
     for verb in (
         lambda: holdfast.save(folder / "new", {"engine": engine}, 1),
         lambda: holdfast.load(folder, {"engine": engine}),
@@ -230,6 +233,7 @@ def refused(folder: Path, kind: str) -> dict[str, Any]:
             verb()
         except holdfast.HoldfastError as error:
             found.append(str(error))
+    deepspeed.__version__ = tested
     return {"errors": found, "written": (folder / "new/checkpoints").exists()}
 
 

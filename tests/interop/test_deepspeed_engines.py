@@ -113,8 +113,9 @@ def test_engines_that_hold_their_state_in_ways_of_their_own_are_refused_by_name(
 ) -> None:
     folder, _ = saved
     shutil.copytree(folder / "zero1/run", tmp_path, dirs_exist_ok=True)
-    found = job(1, "refused", tmp_path, "pipeline")
-    for kind, said in (("pipeline", "is a PipelineEngine"),):
+    found = job(1, "refused", tmp_path, "pipeline", "version")
+    tested = "holdfast was tested with DeepSpeed 0.19.8, and this is 0.20.1"
+    for kind, said in (("pipeline", "is a PipelineEngine"), ("version", tested)):
         assert len(found[kind]["errors"]) == 2, found
         assert all(text.startswith("[state.engine]") and said in text for text in found[kind]["errors"]), found
         assert not found[kind]["written"]

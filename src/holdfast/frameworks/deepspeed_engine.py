@@ -22,6 +22,7 @@ from holdfast.frameworks.deepspeed_flats import EngineFlats, engine_flats, is_kn
 from holdfast.frameworks.deepspeed_slots import bind_slots, describe_slots
 from holdfast.frameworks.module import ModuleState, bind_module_state, describe_module, read_module
 from holdfast.frameworks.piecewise import Piecewise
+from holdfast.frameworks.tested_versions import require_tested
 from holdfast.wording import with_article
 
 _ENGINE: Final = ("deepspeed.runtime.engine", "DeepSpeedEngine")
@@ -209,6 +210,7 @@ def _names_of(kind: type) -> list[tuple[str, str]]:
 
 def _refuse(path: str, engine: Any) -> None:
     """Refuse an engine whose state lies elsewhere than this module looks for it."""
+    require_tested("deepspeed", code="state.engine", action="save with engine.save_checkpoint")
     optimizer = engine.optimizer
     offloaded = getattr(optimizer, "offloaded_states", None)
     action = "Save with engine.save_checkpoint, and tell us that you need it."

@@ -14,26 +14,29 @@ from typing import Any, ClassVar, Final, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from vllm.config import set_current_vllm_config
-from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
-    WeightTransferEngine,
-    materialize_full_tensor,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 import holdfast.view
 from holdfast.errors import HoldfastError
+from holdfast.frameworks.tested_versions import imports_of, warn_untested
 from holdfast.inference.needs import EngineNeeds, StagedVersion, discover
 from holdfast.inference.publisher import Publisher
 from holdfast.inference.weights import PublishedTensor, StoredWeights, Weights, live_table
 from holdfast.inference.worker import InferenceWorker
+
+with imports_of("vllm"):
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.weight_transfer.base import (
+        ParamMeta,
+        TrainerInitInfo,
+        TrainerWeightTransferEngine,
+        WeightSource,
+        WeightTransferEngine,
+        materialize_full_tensor,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
 BACKEND: Final = "holdfast"
 
@@ -195,6 +198,7 @@ class HoldfastTrainerEngine(TrainerWeightTransferEngine[HoldfastTrainerInitInfo]
 
 def register() -> None:
     """Make backend ``holdfast`` known to vLLM in this process; once more does nothing."""
+    warn_untested("vllm")
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - it refuses a name that it has
         WeightTransferEngineFactory.register_engine(BACKEND, HoldfastWeightTransferEngine)
         WeightTransferTrainerFactory.register_engine(BACKEND, HoldfastTrainerEngine)

@@ -13,6 +13,7 @@ from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.option_checks import check_options
 from holdfast.errors import ConfigurationError
 from holdfast.frameworks.known_types import unwrapped
+from holdfast.frameworks.tested_versions import warn_untested
 from holdfast.options import checked_number
 from holdfast.policy.keep import KeepBest, KeepPolicy, parts_of
 from holdfast.policy.when import Auto, OnPreemption, OnRequest, SavePolicy
@@ -41,6 +42,8 @@ class LightningHooks:
 
     #: The exception after which `fit` returns.
     _quiet_end: ClassVar[type[BaseException]]
+    #: The package of the trainer.
+    _package: ClassVar[str]
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class LightningHooks:
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
+        warn_untested(self._package)
         check_options(
             memory=memory,
             save=save,

@@ -35,3 +35,4 @@ class LightningCheckpoint(LightningHooks, Checkpoint):  # type: ignore[misc] # L
     """
 
     _quiet_end = _TunerExitException  # Lightning's own callbacks end a fit with it; there is no public one
+    _package = "lightning"

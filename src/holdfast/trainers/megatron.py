@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
-from holdfast.errors import StateError
 from holdfast.frameworks.megatron_model import MegatronChunks
 from holdfast.frameworks.megatron_optimizer import MegatronSlots
+from holdfast.frameworks.tested_versions import require_tested
 from holdfast.state.per_rank import PerRank
 from holdfast.state.random_state import RandomState
 
 __all__ = ["megatron_state"]
-
-_TESTED: Final = "0.16.1"
 
 
 def megatron_state(
@@ -51,7 +49,8 @@ def megatron_state(
     versions of Megatron-core than 0.16, and for an optimizer that holdfast does not know: precision-aware ones, those
     of Megatron-FSDP, Muon, and optimizers on the CPU.
     """
-    _check_version()
+    action = "save with megatron.core.dist_checkpointing"
+    require_tested("megatron.core", code="state.megatron", action=action)
     chunks = MegatronChunks([model] if isinstance(model, nn.Module) else list(model), metadata or {})
     state: dict[str, object] = {"model": chunks}
     if optimizer is not None:
@@ -62,17 +61,6 @@ def megatron_state(
     state["random"] = RandomState()
     state["model_parallel_random"] = PerRank(tracker, on_resize=lambda *_: tracker.state_dict())
     return state
-
-
-def _check_version() -> None:
-    found = getattr(sys.modules.get("megatron.core"), "__version__", _TESTED)
-    if found.split(".")[:2] != _TESTED.split(".")[:2]:
-        raise StateError(
-            f"holdfast was tested with megatron-core {_TESTED}, and this is {found}, whose optimizers may hold their "
-            "state elsewhere.",
-            code="state.megatron",
-            action=f"Install megatron-core {_TESTED}, or save with megatron.core.dist_checkpointing.",
-        )
 
 
 class _TrackedGenerators:

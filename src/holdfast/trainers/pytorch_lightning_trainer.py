@@ -15,3 +15,4 @@ class PytorchLightningCheckpoint(LightningHooks, Checkpoint):  # type: ignore[mi
     """The same as `LightningCheckpoint`, for a `pytorch_lightning.Trainer`."""
 
     _quiet_end = _TunerExitException  # Lightning's own callbacks end a fit with it; there is no public one
+    _package = "pytorch_lightning"

@@ -8,25 +8,28 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import tyro
-from torchtitan.components.checkpointer import (
-    DATALOADER,
-    LR_SCHEDULER,
-    MODEL,
-    OPTIMIZER,
-    BaseCheckpointManager,
-    CheckpointManager,
-)
-from torchtitan.tools import filesystem
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.events import EventListener
 from holdfast.checkpointer.memory_option import Memory
 from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.frameworks.tested_versions import imports_of, warn_untested
 from holdfast.frameworks.titan_containers import TitanParts
 from holdfast.loading import load
 from holdfast.policy.keep import KeepLast, KeepPolicy
 from holdfast.policy.when import EverySteps, OnPreemption, SavePolicy
 from holdfast.state.random_state import RandomState
+
+with imports_of("torchtitan"):
+    from torchtitan.components.checkpointer import (
+        DATALOADER,
+        LR_SCHEDULER,
+        MODEL,
+        OPTIMIZER,
+        BaseCheckpointManager,
+        CheckpointManager,
+    )
+    from torchtitan.tools import filesystem
 
 __all__ = ["TorchtitanManager"]
 
@@ -95,6 +98,7 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
         self.enable: bool = config.enable
         if not self.enable:
             return
+        warn_untested("torchtitan")
         self.save_future = None  # torchtitan waits for it
         for option, action in _REFUSED.items():
             if getattr(config, option):

@@ -19,6 +19,7 @@ from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.errors import ConfigurationError
 from holdfast.frameworks.random_generators import GeneratorStates, RandomGenerators
+from holdfast.frameworks.tested_versions import warn_untested
 from holdfast.loading import load
 from holdfast.phases import LOG
 from holdfast.policy.keep import KeepBest, KeepLast, KeepPolicy, parts_of
@@ -84,6 +85,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
         max_resumes: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        warn_untested("transformers")
         self._run = run
         self._save = save
         self._keep = keep
