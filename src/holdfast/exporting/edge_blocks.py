@@ -29,18 +29,17 @@ class EdgeBlocks:
         #: The blocks that threads are reading. Other threads wait for these instead of reading them again.
         self._coming: set[tuple[str, int]] = set()
         self._changed = Condition()
-        self.bytes_read = 0
 
-    def shared(self, job: ReadJob) -> ReadJob:
-        """`job`, with its file read through these blocks."""
+    def shared(self, job: ReadJob, count: Callable[[int], None]) -> ReadJob:
+        """`job`, with its file read through these blocks. `count` gets the numbers of bytes that are read."""
         ranges = job.ranges()
         edges = () if not len(ranges) else (int(ranges[0, 0]), (int(ranges[-1, 1]) - 1) // BLOCK_NBYTES * BLOCK_NBYTES)
-        return job._replace(open=partial(self._open, job, edges if job.verify else ()))
+        return job._replace(open=partial(self._open, job, edges if job.verify else (), count))
 
-    def _open(self, job: ReadJob, edges: tuple[int, ...]) -> DataFile:
+    def _open(self, job: ReadJob, edges: tuple[int, ...], count: Callable[[int], None]) -> DataFile:
         file = job.open()
         offsets = sorted({file.data_start + edge for edge in edges})
-        return replace(file, reader=_EdgeReader(file.reader, file.path, offsets, self))
+        return replace(file, reader=_EdgeReader(file.reader, file.path, offsets, self, count))
 
     def fetch(self, path: str, offset: int, out: Bytes, read: Callable[[int, Bytes], None]) -> None:
         """Fill `out` with a block of the file `path`: the kept one, or what `read` reads, which is kept."""
@@ -64,20 +63,18 @@ class EdgeBlocks:
                 self._coming.discard(key)
                 self._changed.notify_all()
 
-    def count(self, nbytes: int) -> None:
-        """Count bytes that were read from storage."""
-        with self._changed:
-            self.bytes_read += nbytes
-
 
 class _EdgeReader:
     """A file whose blocks at `edges`, ascending offsets in the file, are kept."""
 
-    def __init__(self, reader: FileReader, path: str, edges: list[int], blocks: EdgeBlocks) -> None:
+    def __init__(
+        self, reader: FileReader, path: str, edges: list[int], blocks: EdgeBlocks, count: Callable[[int], None]
+    ) -> None:
         self._reader = reader
         self._path = path
         self._edges = edges
         self._blocks = blocks
+        self._count = count
         self.nbytes = reader.nbytes
         self.memory = reader.memory
 
@@ -100,7 +97,7 @@ class _EdgeReader:
 
     def _read(self, offset: int, out: Bytes) -> None:
         self._reader.read_at(offset, out)
-        self._blocks.count(len(out))
+        self._count(len(out))
 
     def close(self) -> None:
         """As `FileReader.close`."""

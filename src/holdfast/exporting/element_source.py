@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
+from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -88,6 +89,9 @@ class ElementSource:
         self._blocks = blocks
         self._pool = pool
         self._advance = advance
+        self._lock = Lock()
+        #: Bytes that were read from storage.
+        self.bytes_read = 0
         self.nbytes = segments[-1].start + segments[-1].nbytes if segments else 0
 
     def read_into(self, start: int, out: Bytes) -> None:
@@ -101,9 +105,13 @@ class ElementSource:
             else:
                 window.add(segment, skipped, held)
         if window.wants:
-            jobs = (self._blocks.shared(job) for _, job in self._state.jobs(window.wants, window))
+            jobs = (self._blocks.shared(job, self._count) for _, job in self._state.jobs(window.wants, window))
             read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, num_threads=1)
         self._advance(len(out))
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
 
 
 class _Target(NamedTuple):

@@ -175,7 +175,7 @@ class FilesTask:
         self, storage: Store, state: StoredState, blocks: EdgeBlocks, pools: WindowPools, advance: Callable[[int], None]
     ) -> WrittenFiles:
         """Write the files that are not there, and the records. Blocks until all is durable."""
-        kept, damaged, nbytes, done, before = list[str](), list[str](), 0, 0, blocks.bytes_read
+        kept, damaged, nbytes, done, bytes_read = list[str](), list[str](), 0, 0, 0
         for group in self.groups:
             digests: dict[str, str] = {}
             sound = [file.name for file in group.files if self._is_sound(storage, file)]
@@ -188,14 +188,15 @@ class FilesTask:
                     kept.append(file.name)
                     advance(file.data_nbytes)
                 else:
-                    known = self._write(storage, file, state, blocks, pools, advance)
+                    known, num_read = self._write(storage, file, state, blocks, pools, advance)
+                    bytes_read += num_read
                     nbytes += file.nbytes
                 if known is not None:
                     digests[file.name] = known
                 done += file.data_nbytes
             if digests:
                 self._create_record(storage, group.number, digests)
-        return WrittenFiles(tuple(kept), tuple(damaged), nbytes, blocks.bytes_read - before, done)
+        return WrittenFiles(tuple(kept), tuple(damaged), nbytes, bytes_read, done)
 
     def _is_sound(self, storage: Store, file: NewFile) -> bool:
         """Whether a file is there as it was written. One without a digest counts."""
@@ -217,15 +218,16 @@ class FilesTask:
         blocks: EdgeBlocks,
         pools: WindowPools,
         advance: Callable[[int], None],
-    ) -> str:
-        """Write one file. Returns its digest."""
+    ) -> tuple[str, int]:
+        """Write one file. Returns its digest, and how many bytes were read."""
 
         def check() -> None:
             state.check_unchanged(all_files=False)
             self.call.check(storage)
 
         check()
-        source: Source = ElementSource(state, file.segments, blocks, pools.reads, advance)
+        source: Source
+        source = elements = ElementSource(state, file.segments, blocks, pools.reads, advance)
         writer: FileWriter
         writer = created = CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check)
         trailed: list[bytes] = []
@@ -236,7 +238,7 @@ class FilesTask:
         digest = _file_digest(file.head, table, b"".join(trailed))
         if (self.read_back or created.existed) and _stored_digest(storage, file) != digest:
             raise _bad_write(storage.path(file.name))
-        return digest
+        return digest, elements.bytes_read
 
     def _create_record(self, storage: Store, number: int, digests: dict[str, str]) -> None:
         name = self.call.record(number)

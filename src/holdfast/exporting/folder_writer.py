@@ -34,6 +34,7 @@ from holdfast.exporting.file_tasks import (
 from holdfast.exporting.new_folder import NewFolder
 from holdfast.interop.stored_source import StoredSource
 from holdfast.io.buffers import window_pools
+from holdfast.io.side_by_side import write_side_by_side
 from holdfast.reports import size
 from holdfast.run.paths import some
 from holdfast.store.base import Store
@@ -263,8 +264,12 @@ def _run(
     def run_here(tasks: Sequence[FilesTask]) -> None:
         blocks = EdgeBlocks()
         with window_pools(WINDOW_NBYTES) as pools:
-            for task in tasks:
-                finished(task.write(storage, state, blocks, pools, advance))
+            write_side_by_side(
+                tasks,
+                lambda task, tell: task.write(storage, state, blocks, pools, tell),
+                finished=finished,
+                advance=advance,
+            )
 
     with workforce([task.nbytes for task in tasks]) as executor:
         while tasks:

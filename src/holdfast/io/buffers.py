@@ -95,7 +95,7 @@ class WindowPools(NamedTuple):
 
 @contextmanager
 def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
-    """Pools for one writing at a time, with windows of `window_nbytes`, for the duration of a ``with`` block."""
+    """Pools with windows of `window_nbytes`, for the duration of a ``with`` block."""
     with (
         BufferPool(NUM_THREADS * window_nbytes, buffer_nbytes=window_nbytes) as windows,
         pipeline_pool() as reads,

@@ -42,7 +42,7 @@ def write_file(
         data = _DataSection(writer, sources, data_start, pool)
         if meter is not None:
             meter.follow(data.nbytes, lambda: data.num_begun * pool.buffer_nbytes)
-        run_threads(num_threads, data.write_chunks, stop=data.stop)
+        run_threads(min(num_threads, max(data.num_chunks, 1)), data.write_chunks, stop=data.stop)
         table = b"".join(data.digests)
         _write_header(writer, header(table), data_start, pool)
         writer.publish(data_start + data.nbytes)
@@ -100,9 +100,9 @@ class _DataSection:
         self._data_start = data_start
         self._pool = pool
         self.nbytes = self._sources.nbytes
-        num_chunks = -(-self.nbytes // pool.buffer_nbytes)
-        self.digests = [b""] * num_chunks
-        self._chunks = iter(range(num_chunks))
+        self.num_chunks = -(-self.nbytes // pool.buffer_nbytes)
+        self.digests = [b""] * self.num_chunks
+        self._chunks = iter(range(self.num_chunks))
         self.num_begun = 0
         self._lock = threading.Lock()
         self._stopped = False
