@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -209,6 +211,15 @@ if sys.argv[2] == "told again":
     if len(sys.argv) > 3:  # much later
         list(own._signals.values())[0].until_s = 0.0
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+class Last:
+    def __del__(self, kill=os.kill, process=os.getpid(), signum=signal.SIGUSR1):
+        kill(process, signum)
+
+
+if sys.argv[2] == "told last":
+    last = Last()
 sys.exit(own.exit_code)
 """
 
@@ -223,6 +234,15 @@ def test_a_signal_that_comes_while_a_preempted_job_leaves_does_not_change_its_ex
     """The launcher or the scheduler sends one to each rank that is left; the job looked like a crash."""
     assert run_script(SCRIPT, run, "told again").status == 75
     assert run_script(SCRIPT, run, "told again", "later").status == -signal.SIGUSR1
+
+
+def test_a_signal_that_comes_while_the_interpreter_ends_does_not_change_the_exit_code(run: str) -> None:
+    """Python gives signals back to the system before it deletes modules, which takes seconds under load: the launcher's
+    next signal made a preempted rank end with -15."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, run, "told last"], check=False, capture_output=True, text=True
+    )
+    assert ended.returncode == 75, ended.stderr
 
 
 @pytest.mark.parametrize(("signalled_in", "code"), [(4, 0), (3, 75)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import signal
@@ -74,6 +75,13 @@ class SignalNote:
         _leaving.discard(self)
         self.restore()
 
+    def outlast_python(self) -> None:
+        """Ignore the signal for what is left of the process, if the note is about to leave. A second SIGINT (Ctrl-C)
+        still interrupts."""
+        is_leaving = self in _leaving and time.monotonic() < self.until_s
+        if is_leaving and self._signum != signal.SIGINT and signal.getsignal(self._signum) is self._handler:
+            signal.signal(self._signum, signal.SIG_IGN)
+
     def restore(self) -> None:
         """As `remove`, in this process alone."""
         if signal.getsignal(self._signum) is self._handler and current_thread() is main_thread():
@@ -131,4 +139,12 @@ def _forget_in_child() -> None:
     _leaving.clear()
 
 
+def _outlast_python() -> None:
+    # While the interpreter ends, which can take seconds, Python gives every signal that has a handler of its own back
+    # to the system, which would end the process with another exit code than that of its `sys.exit`.
+    for note in tuple(_leaving):
+        note.outlast_python()
+
+
 os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_outlast_python)
