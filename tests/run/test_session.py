@@ -10,16 +10,16 @@ from holdfast.errors import ConfigurationError, FencedError, HoldfastError
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
 from holdfast.run.removal import remove_checkpoint
-from holdfast.run.session import Load, Session
+from holdfast.run.session import Load, Session, Takeover
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 from holdfast.testing.memory_store import MemoryStore
 from tests.run.test_history import Interrupted, head_place, run_on_disk, save, steps
 
 
-def begin(session: Session, run: Run, *, takeover: bool = False) -> Place:
+def begin(session: Session, run: Run, *, takeover: Takeover = False, step: int = 0) -> Place:
     """Begin a save of a state that consists of values."""
-    return session.begin(run, takeover=takeover, world_size=4, sources=session.sources(list))
+    return session.begin(run, takeover=takeover, world_size=4, sources=session.sources(list), step=step)
 
 
 class Job:
@@ -29,11 +29,11 @@ class Job:
         self.session = Session()
         self.storage = storage
 
-    def begin(self, *, takeover: bool = False) -> Place:
-        return begin(self.session, Run.create(self.storage), takeover=takeover)
+    def begin(self, *, takeover: Takeover = False, step: int = 0) -> Place:
+        return begin(self.session, Run.create(self.storage), takeover=takeover, step=step)
 
-    def save(self, step: int, *, takeover: bool = False) -> Place:
-        place = self.begin(takeover=takeover)
+    def save(self, step: int, *, takeover: Takeover = False) -> Place:
+        place = self.begin(takeover=takeover, step=step)
         save(Run.open(self.storage), place, step=step)
         return place
 
@@ -132,6 +132,59 @@ def test_a_takeover_after_a_load_goes_on_from_what_was_loaded() -> None:
     job.load(Place(1, 1))
     job.save(3, takeover=True)
     assert job.why() == ("rollback", Place(1, 1))
+
+
+def test_jobs_take_turns_and_each_goes_on_from_the_head() -> None:
+    storage = MemoryStore()
+    first, second = Job(storage), Job(storage)
+    for step, (job, place, why) in enumerate(
+        [
+            (first, Place(1, 1), ("start", None)),
+            (first, Place(1, 2), ("start", None)),
+            (second, Place(2, 1), ("takeover", Place(1, 2))),
+            (first, Place(3, 1), ("takeover", Place(2, 1))),
+            (first, Place(3, 2), ("takeover", Place(2, 1))),
+            (second, Place(4, 1), ("takeover", Place(3, 2))),
+        ]
+    ):
+        assert job.save(step, takeover="always") == place
+        assert job.why() == why
+    assert steps(Run.open(storage)) == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_job_that_restored_the_head_abandons_nothing_that_others_have_saved_since() -> None:
+    storage = MemoryStore()
+    Job(storage).save(1)
+    job, other = Job(storage), Job(storage)
+    job.load()
+    assert other.save(2, takeover="always") == Place(2, 1)
+    assert job.save(3, takeover="always") == Place(3, 1)
+    assert job.why() == ("takeover", Place(2, 1))
+    assert steps(Run.open(storage)) == [3, 2, 1]
+    job.load()
+    assert job.save(4, takeover="always") == Place(3, 2)
+
+
+def test_a_job_that_restored_the_head_resumes_it_although_it_may_always_take_over() -> None:
+    storage = MemoryStore()
+    Job(storage).save(1)
+    job = Job(storage)
+    job.load()
+    assert job.save(2, takeover="always") == Place(2, 1)
+    assert job.why() == ("resume", Place(1, 1))
+
+
+def test_a_job_takes_no_run_over_from_one_that_is_further() -> None:
+    storage = MemoryStore()
+    zombie, heir = Job(storage), Job(storage)
+    zombie.save(5)
+    assert heir.save(5, takeover="always") == Place(2, 1)  # the same step again: it was repeated
+    heir.save(6, takeover="always")
+    with pytest.raises(FencedError, match=r"step 5 is not saved: another job has saved step 6 .* at 2\.2") as caught:
+        zombie.begin(takeover="always", step=5)
+    assert (caught.value.code, caught.value.step) == ("fenced.behind", 5)
+    assert Run.open(storage).epochs() == [2, 1]
+    assert zombie.save(7, takeover="always") == Place(3, 1)
 
 
 def test_a_job_that_died_before_its_first_commit_leaves_nothing_to_load() -> None:

@@ -11,7 +11,7 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import Run
-from holdfast.run.session import JOB, NEVER_LOADED, Sources
+from holdfast.run.session import JOB, NEVER_LOADED, Sources, Takeover
 from holdfast.store.timed import TimedStore
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ class SaveRequest:
     storage: TimedStore
     step: int
     metrics: dict[str, float]
-    takeover: bool
+    takeover: Takeover
     created: float
     sources: Sources = NEVER_LOADED
 
@@ -32,7 +32,7 @@ class SaveRequest:
         """Take the next place of the run. Call it only once the state is known to be savable: opening an epoch after a
         rollback moves the head."""
         run = Run.create(self.storage)
-        place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources)
+        place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources, step=self.step)
         before = JOB.note_step(run, self.step)
         _check_step(run, place, self.step, before)
         return run, CheckpointIdentity(

@@ -81,12 +81,13 @@ class Checkpointer:
 
     All methods except `guard` are collective over `group` (default: all ranks of the job). Call them from one thread;
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
-    restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save. If storage is
-    slower than saves come, no slot of memory may be free: ``when_full`` says whether a save then waits, or all ranks
-    skip it. `keep` says which checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the
-    first rank deletes, in the background, the other ones on the head's lineage (default: all stay). `initial` is the
-    path of the checkpoint that a run without checkpoints begins with, at step 0, or at the step after it (`fork`).
-    `max_resumes` is the limit for jobs in a row that resume one checkpoint and commit no newer one (default: none).
+    restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save, or with "always"
+    whenever other jobs have saved since, as jobs with one live state do in turn. If storage is slower than saves come,
+    ``when_full`` says whether a save then waits for a slot of memory, or all ranks skip it. `keep` says which
+    checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the first rank deletes, in the
+    background, the other ones on the head's lineage (default: all stay). `initial` is the path of the checkpoint that a
+    run without checkpoints begins with, at step 0, or at the step after it (`fork`). `max_resumes` is the limit for
+    jobs in a row that resume one checkpoint and commit no newer one (default: none).
     `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and
     restored. The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
     training does not wait for them.
@@ -107,7 +108,7 @@ class Checkpointer:
         max_resumes: int | None = None,
         select: str | Sequence[str] | None = None,
         group: ProcessGroup | None = None,
-        takeover: bool = False,
+        takeover: bool | Literal["always"] = False,
         when_full: Literal["wait", "skip"] = "wait",
         listeners: Sequence[EventListener] = (),
         timeout_s: float = 600.0,
@@ -423,7 +424,7 @@ class Checkpointer:
 
     def _wait(self, timeout_s: float) -> None:
         for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
-            handle.wait_for_end(timeout_s)
+            handle.wait_for_end(timeout_s, may_be_fenced=self._takeover == "always")
 
     @outer(CHECKPOINTER_CLOSE)
     def close(self) -> None:

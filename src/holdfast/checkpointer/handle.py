@@ -19,7 +19,7 @@ from holdfast.checkpointer.events import (
     SaveUnwatched,
 )
 from holdfast.checkpointer.save_errors import held_in_memory, last_try
-from holdfast.errors import DeadlineError, HoldfastError
+from holdfast.errors import DeadlineError, FencedError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
 from holdfast.options import check_timeout
@@ -137,13 +137,15 @@ class Handle:
                 self.durable.end(event.error)  # first, so that a thread that waits for `staged` finds both
                 self.staged.end(event.error)
 
-    def wait_for_end(self, timeout_s: float) -> None:
+    def wait_for_end(self, timeout_s: float, *, may_be_fenced: bool = False) -> None:
         """Return when the save has ended: when it is durable or `held`. Raises its error if it failed, and
-        `DeadlineError` after `timeout_s`. For calls of the library."""
+        `DeadlineError` after `timeout_s`. For calls of the library. `may_be_fenced`: the job takes turns with others,
+        so a save that another job's came before is no error; the log has told of it."""
         try:
             self.durable.wait_inside(timeout_s)
         except HoldfastError as error:
-            if not self.held or error is not self.durable.error:
+            is_expected = self.held or (may_be_fenced and isinstance(error, FencedError))
+            if not is_expected or error is not self.durable.error:
                 raise
 
     def __repr__(self) -> str:

@@ -51,7 +51,7 @@ def save_into_memory(
             deadline,
             is_as_before=isinstance(taken, Snapshot) and taken.is_as_before,
             when_full=when_full,
-            may_begin_anew=job.takeover,
+            may_begin_anew=bool(job.takeover),
             memory_only=machine.memory_only,
             left_s=left_s,
         )

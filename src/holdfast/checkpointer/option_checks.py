@@ -47,7 +47,8 @@ def check_options(
         raise ValueError("fork=True needs initial, the checkpoint of the run that is forked")
     if max_resumes is not None:
         checked_number("max_resumes", max_resumes, least=1, reason="no job could resume any checkpoint")
-    check_flag("takeover", takeover)
+    if takeover != "always":
+        check_flag("takeover", takeover)
     check_timeout(timeout_s)
     if save is not None and isinstance(keep, KeepPolicy) and global_rank() == 0:
         for warning in kept_by_chance(save, keep):

@@ -10,6 +10,7 @@ from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.control.torch_store import global_rank, group_ranks
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
+from holdfast.run.session import Takeover
 from holdfast.saving import save_to_storage
 from holdfast.snapshot.guard import Guard
 from holdfast.store.base import Location
@@ -24,7 +25,7 @@ def save_through(
     metrics: dict[str, float],
     select: str | Sequence[str] | None,
     group: ProcessGroup | None,
-    takeover: bool,
+    takeover: Takeover,
     timeout_s: float,
 ) -> None:
     """Save to storage, and return when the checkpoint is committed. Nobody else may change the state meanwhile

@@ -18,14 +18,18 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from threading import Lock
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from holdfast.calls import NOTES, outer
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, FencedError
 from holdfast.format.records import Commit, Epoch, Fork, Place, Why
 from holdfast.run.history import Run
 
 _log = logging.getLogger(__name__)
+
+#: Whether a job may save into a run that it has not loaded: never; once, at its first save; or whenever others have
+#: saved since, which goes on from the head.
+Takeover: TypeAlias = bool | Literal["always"]
 
 
 class Identity(Protocol):
@@ -243,43 +247,49 @@ class Session:
             return load if load.continues or (load.is_whole and len(loads) == 1) else None
 
     @outer(NOTES)
-    def begin(self, run: Run, *, takeover: bool, world_size: int, sources: Sources) -> Place:
+    def begin(self, run: Run, *, takeover: Takeover, world_size: int, sources: Sources, step: int = 0) -> Place:
         """The place of the next save into `run`. Opens an epoch, durably, where this process owns none that fits.
 
         Only the coordinator calls this, once per save; the place is used up even when the save fails. Where the saved
         objects were loaded (`sources`), the save continues from that checkpoint: in a new epoch, unless the checkpoint
         is the last one that this process began. `takeover` lets a process that loaded nothing continue from the head of
         a run that it does not own. It has effect at the first save that says so, and not again: another job that takes
-        over later must be able to stop this one.
+        over later must be able to stop this one. With ``"always"``, every save continues from the head, whoever saved
+        it: the job says that its state is newer than all that the run has.
 
         Raises:
             ConfigurationError: the run has commits, and the state to save was not loaded from it
                 (``config.unloaded_history``), or only a part of it was (``config.unclear_history``); or a load
                 or transfer into it failed half way (``config.partly_filled``).
             FencedError: another job opened an epoch that is newer than this job's own, or than the newest one when it
-                loaded; a rollback of the run opens one, too.
+                loaded; a rollback of the run opens one, too. Code ``fenced.behind``: a job that always takes over
+                would save a lower `step` than the head has.
         """
         root = run.storage.resolved()  # before taking the lock, because storage may hang
         with self._lock:
             memory = self._memory(root, run.run_id)
             newest = run.newest_epoch() or 0
             loaded = _source(run, memory, sources)
-            takeover = takeover and not memory.took_over
-            place = _next_in_own_epoch(run, memory, loaded, newest, takeover=takeover)
+            if takeover == "always":
+                loaded = _unless_left_behind(run, loaded)
+            is_takeover = takeover == "always" or (takeover and not memory.took_over)
+            place = _next_in_own_epoch(run, memory, loaded, newest, takeover=is_takeover)
             if place is None:
+                if takeover == "always" and loaded is None:
+                    _check_ahead(run, step)
                 epoch = _open_epoch(
                     run,
                     memory,
                     loaded,
                     newest,
-                    takeover=takeover,
+                    takeover=is_takeover,
                     world_size=world_size,
                     moved_from=self._other_root(memory),
                     fork=self._forks.get(root),
                 )
                 place = Place(epoch.epoch, 1)
             memory.last = place
-            memory.took_over |= takeover
+            memory.took_over |= is_takeover
             memory.used = sources.number
             self._unused = max((each.unused for each in self._memories.values()), default=0)
             return place
@@ -405,6 +415,27 @@ def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
     if load is None or load.number <= memory.used or load.continues is False or load.place is None:
         return None
     return load if (load.root, load.run_id) == (memory.root, memory.run_id) else None
+
+
+def _unless_left_behind(run: Run, loaded: Load | None) -> Load | None:
+    """`loaded`, while the head of `run` is the checkpoint that it found there. None where others have saved since."""
+    return loaded if loaded is not None and run.head_place() in (loaded.place, loaded.passed) else None
+
+
+def _check_ahead(run: Run, step: int) -> None:
+    """Raise `FencedError`, code ``fenced.behind``, where the head of `run` has a greater step than `step`."""
+    head = run.head()
+    if head is None or head.step <= step:
+        return
+    raise FencedError(
+        f"step {step} is not saved: another job has saved step {head.step} of run '{run.storage.location}' already, at "
+        f"{head.place}.",
+        code="fenced.behind",
+        action="Start this job again: it then restores what the other one saved. To go back to an older checkpoint, "
+        f"run 'holdfast rollback {run.storage.location}' first.",
+        path=run.storage.location.url,
+        step=step,
+    )
 
 
 def _is_head(run: Run, load: Load) -> bool:

@@ -39,7 +39,7 @@ from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
-from holdfast.run.session import Sources
+from holdfast.run.session import Sources, Takeover
 from holdfast.saving.messages import ANSWERS, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.shares import share_in, write_share
@@ -129,7 +129,7 @@ def save_to_storage(
     numbers: dict[str, float],
     select: Globs | None,
     group: ProcessGroup | None,
-    takeover: bool,
+    takeover: Takeover,
     is_strict: bool = False,
     timeout_s: float,
 ) -> SaveReport:
@@ -164,7 +164,7 @@ def save_over(
     ranks: Sequence[int],
     numbers: dict[str, float],
     select: Globs | None,
-    takeover: bool,
+    takeover: Takeover,
     is_strict: bool,
     sources: Sources,
     known: StoredPlanCache,
