@@ -1,10 +1,12 @@
-"""Replica groups of torchft, with its own lighthouse and managers: one dies, others go on, more of them resume.
+"""Replica groups of torchft, with its own lighthouse and managers: groups die and come back, others go on and save, and
+jobs with other groups resume.
 
-``make test-titan`` runs these. The loop is that of the guide.
+``make test-titan`` runs these. The loop is that of the guide, in ``torchft_job.py``.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -16,109 +18,133 @@ import pytest
 from torchft.coordination import LighthouseServer
 
 import holdfast
+from holdfast.cli.verify import verify
 from tests.support.bound import bits
+from tests.support.keepers import end_keepers
 
-pytestmark = [pytest.mark.titan, pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.titan, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "torchtitan.md"
-JOB = """
-import os, signal, sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch
-import torch.distributed as dist
-from torch import nn
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-import holdfast
-
-replica, num_groups, num_steps, killed = map(int, sys.argv[1:])
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), load_state_dict=None, state_dict=None, min_replica_size=1,
-    replica_id=f"replica_{replica}", store_addr="127.0.0.1", store_port=store.port, rank=0, world_size=1,
-    timeout=timedelta(seconds=60), use_async_quorum=False,
-)
-torch.manual_seed(replica)  # torchft brings the groups to one state
-model = DistributedDataParallel(manager, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=0.01))
-
-def train_step():
-    step = manager.current_step()
-    if step == killed:
-        checkpointer.wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    torch.manual_seed(100 * step + (manager.participating_rank() or 0))
-    model(torch.randn(4, 4)).square().mean().backward()
-    optimizer.step()
-
-Path(f"ready-{replica}").touch()
-while len([*Path().glob("ready-*")]) < num_groups:
-    time.sleep(0.05)
-SNIPPET
-torch.save({"first": first, "model": model.module.state_dict()}, f"group-{replica}.pt")
-manager.shutdown()
+JOB = Path(__file__).with_name("torchft_job.py")
+RESTORE = """
+first = checkpointer.restore().next_step
+Path(f"group-{group}-{life}-{rank}.met").touch()
+if life == 0:
+    meet("group-", num_groups * size)
 """
 
 
+class Groups:
+    """The replica groups of one job in `folder`, each under torchrun."""
+
+    def __init__(self, folder: Path, node_dir: Path, lighthouse: str, *, groups: int, ranks: int, steps: int) -> None:
+        self.folder = folder
+        self.sizes = (groups, steps)
+        self.ranks = ranks
+        self.jobs: list[subprocess.Popen[bytes]] = []
+        self.node_dir = node_dir
+        self.environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
+        (snippet,) = re.findall(r"```py\n(.*?)\n```", GUIDE.read_text(), re.DOTALL)
+        for guide, here in {
+            '"runs/torchft", state': '"run", state, memory=holdfast.Memory(node_dir=os.environ["NODE"])',
+            "checkpointer.restore()\n": RESTORE,
+        }.items():
+            assert guide in snippet
+            snippet = snippet.replace(guide, here)
+        (folder / "train.py").write_text(JOB.read_text().replace("# GUIDE\n", f"{snippet}\n"))
+        for path in (*folder.glob("*.met"), *folder.glob("ended-*")):
+            path.unlink()
+
+    def start(self, group: int, *, life: int = 0, killed: int = -1, waits: int = -1) -> subprocess.Popen[bytes]:
+        """Start a group, or start it anew."""
+        node_dir = self.node_dir / str(group)  # as on a node of its own
+        node_dir.mkdir(exist_ok=True)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}", "train.py"]
+        numbers = map(str, (group, life, *self.sizes, killed, waits))
+        with (self.folder / f"log-{group}-{life}").open("w") as log:
+            job = subprocess.Popen(
+                [sys.executable, *torchrun, *numbers],
+                cwd=self.folder,
+                env=self.environment | {"NODE": str(node_dir)},
+                stdout=log,
+                stderr=log,
+            )
+        self.jobs.append(job)
+        return job
+
+    def end(self, job: subprocess.Popen[bytes], *, is_killed: bool = False) -> None:
+        """Wait for the end of a group, and check how it came."""
+        status = job.wait(300)
+        logs = {path.name: path.read_text()[-3000:] for path in self.folder.glob("log-*")}
+        assert (status != 0) is is_killed, "\n".join(f"{name}:\n{text}" for name, text in logs.items())
+
+
 @contextmanager
-def groups(folder: Path, num_groups: int, num_steps: int, *, killed: int = -1) -> Iterator[None]:
-    """Run so many replica groups of one rank in `folder`; the first one kills itself before the step `killed`."""
-    (snippet,) = re.findall(r"```py\n(.*?)\n```", GUIDE.read_text(), re.DOTALL)
-    script = JOB.replace(
-        "SNIPPET", snippet.replace("checkpointer.restore()", "first = checkpointer.restore().next_step")
-    )
-    script = script.replace(
-        '"runs/torchft", state', '"run", state, memory=holdfast.Memory(node_dir=Path("node").resolve())'
-    )
-    (folder / "train.py").write_text(f"num_steps = {num_steps}\n{script}")
-    for name in (*folder.glob("ready-*"), *folder.glob("group-*")):
-        name.unlink()
+def replica_groups(folder: Path, node_dir: Path, *, groups: int, ranks: int, steps: int) -> Iterator[Groups]:
+    """The groups of a job that trains until it has made so many steps, and torchft's lighthouse for them."""
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=5000, quorum_tick_ms=50)
-    environment = {
-        "TORCHFT_LIGHTHOUSE": lighthouse.address(),
-        "PYTHONPATH": ":".join(sys.path),
-        "PATH": "/usr/bin:/bin",
-    }
-    jobs = []
+    job = Groups(folder, node_dir, lighthouse.address(), groups=groups, ranks=ranks, steps=steps)
     try:
-        for number in range(num_groups):
-            ends = str(killed if number == 0 else -1)
-            command = [sys.executable, "train.py", str(number), str(num_groups), str(num_steps), ends]
-            with (folder / f"log-{number}").open("w") as log:
-                jobs.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log))
-        for number, job in enumerate(jobs):
-            status = job.wait(120)
-            assert (status == 0) is (number > 0 or killed < 0), (folder / f"log-{number}").read_text()[-3000:]
-        yield
+        yield job
     finally:
-        for job in jobs:
-            job.kill()
-            job.wait()
+        for each in job.jobs:
+            each.terminate()  # torchrun ends its ranks
+            each.wait()
         lighthouse.shutdown()
+        for group in range(groups):
+            end_keepers(node_dir / str(group))
 
 
-def weights_of(folder: Path, number: int) -> tuple[int, dict[str, bytes]]:
+def ended(folder: Path, group: int, rank: int = 0) -> tuple[int, dict[str, bytes]]:
     """The step with which a group began, and the bits of the weights with which it ended."""
     import torch
 
-    found = torch.load(folder / f"group-{number}.pt", weights_only=True)
+    found = torch.load(folder / f"ended-{group}-{rank}.pt", weights_only=True)
     return found["first"], {f"model/{name}": bits(weight) for name, weight in found["model"].items()}
 
 
-def test_groups_go_on_without_a_dead_one_and_more_of_them_resume(tmp_path: Path, node_dir: Path) -> None:
-    with groups(tmp_path, 2, 6, killed=3):
-        assert [each.step for each in holdfast.ls(tmp_path / "run")] == [5, 4, 3, 2, 1, 0]
-        assert {each.place.split(".")[0] for each in holdfast.ls(tmp_path / "run")} == {"1", "2"}  # two groups saved
-    view = holdfast.open(tmp_path / "run")
-    assert view.value("torchft/step") == 6
-    _, weights = weights_of(tmp_path, 1)
-    assert {name: bits(view[name][...]) for name in weights} == weights
-    with groups(tmp_path, 3, 8):
-        ended = [weights_of(tmp_path, number) for number in range(3)]
-    assert [first for first, _ in ended] == [6, 6, 6]
-    view = holdfast.open(tmp_path / "run")
-    stored = {name: bits(view[name][...]) for name in weights}
-    assert [found for _, found in ended] == [stored] * 3
-    assert stored != weights
-    assert [each.step for each in holdfast.ls(tmp_path / "run")][:2] == [7, 6]
+def stored(folder: Path) -> dict[str, bytes]:
+    """The bits of the weights at the head of the run."""
+    view = holdfast.open(folder / "run")
+    return {name: bits(view[name][...]) for name in view.names() if name.startswith("model/")}
+
+
+def check_samples(folder: Path) -> None:
+    """Check that each sample was trained on at most once, and as many as the batches that torchft has counted."""
+    by_rank = [json.loads(path.read_text()) for path in folder.glob("trained-*.json")]
+    samples = [sample for trained in by_rank for batch in trained.values() for sample in batch]
+    num_batches = holdfast.open(folder / "run").value("torchft/batches_committed")
+    assert len(samples) == len(set(samples)) == 12 * num_batches
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps on the lineage of the run's head, newest first; all checkpoints of the run are whole."""
+    assert verify(str(folder / "run"), deep=True, every=True, as_json=False)
+    return [each.step for each in holdfast.ls(folder / "run") if not each.abandoned]
+
+
+def test_groups_of_two_ranks_die_and_come_back_and_other_groups_resume(tmp_path: Path, node_dir: Path) -> None:
+    with replica_groups(tmp_path, node_dir, groups=2, ranks=2, steps=12) as job:
+        first, other = job.start(0, killed=3), job.start(1, waits=6)
+        job.end(first, is_killed=True)
+        job.end(job.start(0, life=1, killed=9), is_killed=True)  # it is healed, and has rank 0 again
+        job.end(other)
+        _, weights = ended(tmp_path, 1)
+        assert ended(tmp_path, 1, rank=1) == (0, weights)
+    steps = saved_steps(tmp_path)
+    assert steps == sorted(set(steps), reverse=True)
+    assert set(steps) >= {11, 10, 9, 6, 5, 4, 3, 0}  # what was under way when the first group died may be lost
+    epochs = {each.step: each.place.split(".")[0] for each in holdfast.ls(tmp_path / "run")}
+    assert [epochs[step] for step in (11, 9, 6, 5, 3, 0)] == ["4", "4", "3", "2", "2", "1"]  # one group at a time saves
+    assert stored(tmp_path) == weights
+    check_samples(tmp_path)
+    for groups, ranks, num_steps in ((1, 3, 14), (3, 1, 16)):
+        with replica_groups(tmp_path, node_dir, groups=groups, ranks=ranks, steps=num_steps) as job:
+            for each in [job.start(group) for group in range(groups)]:
+                job.end(each)
+            begun = {ended(tmp_path, group)[0] for group in range(groups)}
+            stands = [ended(tmp_path, group)[1] for group in range(groups)]
+        assert begun == {num_steps - 2}
+        assert stands == [stored(tmp_path)] * groups
+        assert saved_steps(tmp_path)[:3] == [num_steps - 1, num_steps - 2, num_steps - 3]
+        check_samples(tmp_path)
