@@ -1,7 +1,7 @@
 """Replica groups of torchft, with its own lighthouse and managers: groups die and come back, others go on and save, and
 jobs with other groups resume.
 
-``make test-titan`` runs these. The loop is that of the guide, in ``torchft_job.py``.
+``make test-titan`` runs these. The loop and the hooks are those of the guide, in ``torchft_job.py``.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Groups:
         self.jobs: list[subprocess.Popen[bytes]] = []
         self.node_dir = node_dir
         self.environment = {"TORCHFT_LIGHTHOUSE": lighthouse, "PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
-        (snippet,) = re.findall(r"```py\n(.*?)\n```", GUIDE.read_text(), re.DOTALL)
+        loop, hooks = re.findall(r"```py\n(.*?\n)```", GUIDE.read_text(), re.DOTALL)
         for guide, here in {
             '"runs/torchft", state': '"run", state, memory=holdfast.Memory(node_dir=os.environ["NODE"])',
             "checkpointer.restore()\n": RESTORE,
         }.items():
-            assert guide in snippet
-            snippet = snippet.replace(guide, here)
-        (folder / "train.py").write_text(JOB.read_text().replace("# GUIDE\n", f"{snippet}\n"))
+            assert guide in loop
+            loop = loop.replace(guide, here)
+        (folder / "train.py").write_text(JOB.read_text().replace("# HOOKS\n", hooks).replace("# LOOP\n", loop))
         for path in (*folder.glob("*.met"), *folder.glob("ended-*")):
             path.unlink()
 

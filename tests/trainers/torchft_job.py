@@ -18,10 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torchft import Manager, Optimizer, ProcessGroupGloo
-from torchft.process_group import ManagedProcessGroup
 
-import holdfast
-from holdfast.data import GlobalOrder
+import holdfast  # noqa: F401 - for the guide
+from holdfast.data import GlobalOrder  # noqa: F401 - as above
 
 group, life, num_groups, num_steps, killed, waits = map(int, sys.argv[1:])
 dist.init_process_group("gloo")
@@ -35,14 +34,13 @@ manager = Manager(
     timeout=timedelta(seconds=60),
     use_async_quorum=False,
 )
-replicas = ManagedProcessGroup(manager)
-replicas.register("replicas")
 torch.manual_seed(group)  # torchft brings the groups to one state
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 mesh = init_device_mesh("cpu", (size,))
-for layer in (model[0], model[2], model):
+layers = [model[0], model[2], model]
+for layer in layers:
     fully_shard(layer, mesh=mesh)
-    layer.set_all_reduce_hook(lambda gradient: dist.all_reduce(gradient, group=replicas, op=dist.ReduceOp.AVG))
+# HOOKS
 optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=0.01))
 dataset = torch.linspace(-1, 1, 4 * 4096).view(4096, 4)
 batch_size = 12
@@ -69,7 +67,7 @@ def meet(name: str, number: int) -> None:
         time.sleep(0.05)
 
 
-# GUIDE
+# LOOP
 weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
 torch.save({"first": first, "model": weights}, f"ended-{group}-{rank}.pt")  # noqa: F821 - the guide restores
 manager.shutdown()
