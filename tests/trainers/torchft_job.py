@@ -1,7 +1,8 @@
 """A replica group of torchft for its tests: a small model under FSDP2, trained by the loop of the guide.
 
 The arguments: the number of the group, and of its life; how many groups the job has; the steps to train; the step
-before which a rank of the group kills itself (-1: none); the step before which the group waits for another one.
+before which a rank of the group kills itself (-1: none); the step before which the group waits for another one (-1:
+none). With 0 as the last number, the quorum is not in the background.
 """
 
 import json
@@ -32,7 +33,7 @@ manager = Manager(
     min_replica_size=1,
     replica_id=f"replica_{group}",
     timeout=timedelta(seconds=60),
-    use_async_quorum=False,
+    use_async_quorum=bool(waits),
 )
 torch.manual_seed(group)  # torchft brings the groups to one state
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -54,11 +55,11 @@ def train_on(samples: list[int]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)  # a save may be under way, and the other groups are in the step
     model(dataset[samples]).square().mean().backward()
     optimizer.step()
-    if manager.current_step() > step:
+    if manager.current_step() > step and manager.participating_rank() is not None:  # else its gradients are left out
         trained[step] = samples
         Path(f"trained-{num_steps}-{group}-{life}-{rank}.json").write_text(json.dumps(trained))
     if manager.current_step() == waits:
-        meet(f"group-0-{life + 1}", 1)
+        meet(f"group-0-{life + 1}", size)
 
 
 def meet(name: str, number: int) -> None:
