@@ -462,6 +462,27 @@ def test_a_job_whose_run_was_taken_over_is_told(run: str, memory: Memory) -> Non
     checkpointer.close()
 
 
+def test_of_jobs_that_save_in_turn_none_fails_because_another_one_came_first(run: str, memory: Memory) -> None:
+    loop = Loop()
+    checkpointer = Checkpointer(run, loop.state, memory=memory, takeover="always")
+    checkpointer.save(1).durable.wait(60)
+    with folder_of(run, memory.node_dir) as folder:
+        keeper = keeper_of(folder.path)
+    os.kill(keeper, signal.SIGSTOP)
+    under_way = checkpointer.save(2)
+    under_way.staged.wait(60)
+    of = Run.open(open_store(Location(run)))
+    of.open_epoch(after=1, opened_from=Place(1, 1), why="takeover", world_size=1, incarnation="1" * 32)
+    os.kill(keeper, signal.SIGCONT)
+    checkpointer.wait()
+    assert isinstance(under_way.durable.error, FencedError)
+    loop.step()
+    checkpointer.save(3)
+    checkpointer.close()
+    assert [(each.step, each.place) for each in holdfast.ls(run)] == [(3, "3.1"), (1, "1.1")]
+    assert restored(run, memory)[1:] == (4, loop.bits())
+
+
 TRAINER = """
 import os, signal, sys
 from pathlib import Path

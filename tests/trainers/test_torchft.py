@@ -114,6 +114,7 @@ def check_samples(folder: Path) -> None:
     by_rank = [json.loads(path.read_text()) for path in folder.glob("trained-*.json")]
     samples = [sample for trained in by_rank for batch in trained.values() for sample in batch]
     num_batches = holdfast.open(folder / "run").value("torchft/batches_committed")
+    assert isinstance(num_batches, int)
     assert len(samples) == len(set(samples)) == 12 * num_batches
 
 

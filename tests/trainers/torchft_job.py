@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torchft import Manager, Optimizer, ProcessGroupGloo
 
 import holdfast  # noqa: F401 - for the guide
@@ -68,8 +69,11 @@ def meet(name: str, number: int) -> None:
         time.sleep(0.05)
 
 
+first = 0  # which the loop of the guide sets
 # LOOP
-weights = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
-torch.save({"first": first, "model": weights}, f"ended-{group}-{rank}.pt")  # noqa: F821 - the guide restores
+weights = {
+    name: parameter.full_tensor() for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)
+}
+torch.save({"first": first, "model": weights}, f"ended-{group}-{rank}.pt")
 manager.shutdown()
 dist.destroy_process_group()
