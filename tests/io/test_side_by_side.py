@@ -13,15 +13,15 @@ from holdfast.io.side_by_side import write_side_by_side
 
 
 @dataclass(frozen=True)
-class Files:
+class SmallTask:
     """A task that writes files."""
 
     number: int
     paths: tuple[str, ...]
 
 
-SMALL = [Files(number, ("a", "b")) for number in range(2 * NUM_THREADS)]
-LARGE = [Files(100 + number, ("a",)) for number in range(3)]
+SMALL = [SmallTask(number, ("a", "b")) for number in range(2 * NUM_THREADS)]
+LARGE = [SmallTask(100 + number, ("a",)) for number in range(3)]
 
 
 def no_progress(nbytes: int) -> None:
@@ -32,7 +32,7 @@ def test_tasks_of_several_files_run_at_the_same_time() -> None:
     met = threading.Barrier(NUM_THREADS)
     done: list[int] = []
 
-    def write(task: Files, tell: Callable[[int], None]) -> int:
+    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
         met.wait(30)  # raises where fewer tasks run at once
         tell(1)
         return task.number
@@ -46,7 +46,7 @@ def test_a_task_of_one_file_is_whole_before_the_next_task_begins() -> None:
     done: list[int] = []
     told: list[int] = []
 
-    def write(task: Files, tell: Callable[[int], None]) -> int:
+    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
         if len(task.paths) == 1:
             assert not running
         running.add(task.number)
@@ -66,7 +66,7 @@ def test_the_other_tasks_end_at_their_next_window_after_an_error(error: BaseExce
     failed = threading.Event()
     begun: list[int] = []
 
-    def write(task: Files, tell: Callable[[int], None]) -> int:
+    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
         begun.append(task.number)
         if task.number == 0:
             failed.set()

@@ -9,11 +9,11 @@ from typing import Protocol, TypeVar
 
 from holdfast.io.buffers import NUM_THREADS, run_threads
 
-T = TypeVar("T", bound="_Files")
+T = TypeVar("T", bound="_PathsOfTask")
 S = TypeVar("S")
 
 
-class _Files(Protocol):
+class _PathsOfTask(Protocol):
     @property
     def paths(self) -> Sequence[str]:
         """The full paths of the files that a task writes."""
