@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from threading import RLock
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -236,6 +237,14 @@ class _LazyValues(Mapping[str, Node]):
         block = self._home[path]
         table = self._tables.get(block.file)
         return (self._table(block) if table is None else table)[path]
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """As `Mapping.get`, which would call `__getitem__`: a load asks for thousands of values."""
+        block = self._home.get(path)
+        if block is None:
+            return default
+        table = self._tables.get(block.file)
+        return (self._table(block) if table is None else table).get(path, default)
 
     def _table(self, block: ValueBlock) -> dict[str, Node]:
         with self._lock:

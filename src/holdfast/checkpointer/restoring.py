@@ -24,6 +24,7 @@ from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
+from holdfast.collector import collector_paused
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
@@ -252,11 +253,9 @@ def _newest_in_memory(
         resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
+            held = _CheckpointInMemory(storage, seal, chosen, partial(_copies, folder, slots, seal, chosen))
             try:
-                held = _in_memory(
-                    storage, seal, chosen, partial(_copies, folder, slots, seal, chosen), channel, deadline
-                )
-                report = _load(channel, deadline, loading, state, held, epoch=chosen.epoch, damaged=damaged)
+                report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
                 if not is_damage(error):
                     raise
@@ -264,37 +263,48 @@ def _newest_in_memory(
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
         promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
-        restored = RestoredCheckpoint(held.run.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
+        restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
         return Restored(told, uncommitted, seal.place)
 
 
-class _CheckpointInMemory(NamedTuple):
-    """A checkpoint that the memory of the nodes holds whole, and its run."""
+class _CheckpointInMemory:
+    """The `chosen` checkpoint, which the memory of the nodes holds whole: its `copies` are looked up when it is
+    opened."""
 
-    checkpoint: Checkpoint
-    run: Run
+    def __init__(
+        self, storage: TimedStore, seal: Seal, chosen: Chosen, copies: Callable[[], dict[str, tuple[FileCopy, ...]]]
+    ) -> None:
+        self.chosen = chosen
+        self._storage = storage
+        self._seal = seal
+        self._copies = copies
+        self._opened: tuple[Checkpoint, Run] | None = None
 
+    def open(self) -> Opened:
+        """Open the checkpoint, once. Raises `CorruptError` if its copy or its manifest is damaged or gone."""
+        if self._opened is None:
+            run = Run.open(self._storage)
+            prefix = records.checkpoint_key(self.chosen.folder, "")
+            sealed = Sealed(self._storage, prefix, self._seal, run.run_id, nearer=self._copies())
+            self._opened = Checkpoint(sealed), run
+        return Opened(*self._opened)
 
-def _in_memory(
-    storage: TimedStore,
-    seal: Seal,
-    chosen: Chosen,
-    copies: Callable[[], dict[str, tuple[FileCopy, ...]]],
-    channel: Channel,
-    deadline: Deadline,
-) -> _CheckpointInMemory:
-    """Open the `chosen` checkpoint, with its copies in memory. Collective."""
+    @property
+    def run_id(self) -> str:
+        """The id of the run, once the checkpoint is open."""
+        assert self._opened is not None, "it is opened before it is loaded"
+        return self._opened[1].run_id
 
-    def find() -> tuple[Run, dict[str, tuple[FileCopy, ...]]]:
-        return Run.open(storage), copies()
-
-    found = attempt(find)
-    channel.confirm("copies", found, deadline)
-    run, nearer = done(found)
-    sealed = Sealed(storage, records.checkpoint_key(chosen.folder, ""), seal, run.run_id, nearer=nearer)
-    return _CheckpointInMemory(Checkpoint(sealed), run)
+    def share_values(self, channel: Channel, deadline: Deadline) -> None:
+        """Open it on all ranks, and give each the values in files that it cannot read. Collective."""
+        opened = attempt(self.open)
+        channel.confirm("copies", opened, deadline)
+        checkpoint, _ = done(opened)
+        assert isinstance(checkpoint, Checkpoint)
+        if checkpoint.holders is not None:
+            checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
 
 
 @contextmanager
@@ -391,6 +401,7 @@ def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Cho
     return msgspec.structs.replace(chosen, earlier_resumes=earlier)
 
 
+@collector_paused()
 def _load(
     channel: Channel,
     deadline: Deadline,
@@ -398,14 +409,14 @@ def _load(
     state: Mapping[str, object],
     held: _CheckpointInMemory,
     *,
-    epoch: int,
     damaged: Sequence[_DamagedSnapshot],
 ) -> LoadReport:
-    checkpoint = held.checkpoint
-    if checkpoint.holders is not None:
-        checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
+    if held.chosen.owners:
+        held.share_values(channel, deadline)
     skipped = [Skipped(each.place, each.error.message) for each in damaged]
-    return loading.fill(state, lambda: Opened(checkpoint, held.run), epoch=epoch, skipped=skipped)
+    # Else every rank can read all of it: each opens it while it matches names, and the exchange that follows tells all
+    # ranks of a failure. One exchange less is a wait less for the slowest rank.
+    return loading.fill(state, held.open, epoch=held.chosen.epoch, skipped=skipped)
 
 
 def _all_values(

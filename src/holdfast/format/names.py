@@ -80,6 +80,8 @@ def _escaped(key: str) -> str | None:
 def parse_component(text: str) -> Key:
     """The key whose component is `text`. Raises `CorruptError` for text that `component` never gives. Cached, because
     thousands of parameters have slots of the same names."""
+    if text and not _SPECIAL.search(text):  # its own key, as nearly all are
+        return text
     try:
         key = _parse(text)
         canonical = component(key) == text
