@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.errors import StateError
+from holdfast.mapping import Drop
 from tests.project.test_guides import example, run_as_started
 from tests.support.bound import bits
 from tests.support.models import start_new_job
@@ -174,6 +175,57 @@ def test_the_example_of_the_guide_goes_on_as_it_says(tmp_path: Path, monkeypatch
         assert [line for line in printed if line in call.output] == call.output
 
 
+def nf4(seed: int, *, is_trained: bool) -> Any:
+    """A weight in 4 bits, whose context has the device, and whether it requires a gradient."""
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
+
+    weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(seed))
+    return to_nf4(weight.requires_grad_(is_trained), 64, 256)
+
+
+def test_a_frozen_nf4_weight_loads_into_one_that_requires_a_gradient(tmp_path: Path) -> None:
+    saved: Any = nn.Parameter(nf4(0, is_trained=False), requires_grad=False)
+    into = nf4(1, is_trained=True)
+    holdfast.save(tmp_path / "run", {"w": saved}, 0)
+    holdfast.load(tmp_path / "run", {"w": into})
+    assert bits(into.quantized_data) == bits(saved.quantized_data)
+    assert bits(into.scaler_mean) == bits(saved.scaler_mean)
+    assert torch.equal(into.get_original_weight(), saved.get_original_weight())
+
+
+@pytest.mark.parametrize("kind", ["AdamW8bit", "AdamW4bit"])
+def test_a_rule_that_drops_step_of_a_quantised_optimizer_is_refused(tmp_path: Path, kind: str) -> None:
+    holdfast.save(tmp_path / "run", build(kind, seed=0, steps=1), 0)
+    with pytest.raises(holdfast.IncompatibleError, match=r"incompatible\.needed_slots.*(?s:.*)need the slots step too"):
+        holdfast.load(tmp_path / "run", build(kind, seed=1, steps=0), mapping=[Drop("optimizer/state/**/step")])
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_4_bit_slots_do_not_train_on_in_an_8_bit_optimizer(tmp_path: Path, strict: bool, steps: int) -> None:
+    holdfast.save(tmp_path / "run", build("AdamW4bit", seed=0, steps=1), 0)
+    into = build("AdamW8bit", seed=1, steps=steps)
+    before = slots_of(into)
+    with pytest.raises(holdfast.IncompatibleError, match=r"quantised, as .*OptimState4bit; .* here: ") as caught:
+        holdfast.load(tmp_path / "run", into, strict=strict)
+    assert caught.value.code == "incompatible.optimizer_class"
+    assert "strict=False" not in caught.value.action
+    assert all(a is b for a, b in zip(before, slots_of(into), strict=True))
+    holdfast.load(tmp_path / "run", into, strict=strict, select="!optimizer")  # as the error says
+    train(into, steps=1, seed=2)
+
+
+def test_classes_with_the_same_quantised_slots_exchange_state_once_their_slots_show(tmp_path: Path) -> None:
+    saved, into = build("Adam8bit", seed=0, steps=1), build("AdamW8bit", seed=1, steps=0)
+    holdfast.save(tmp_path / "run", saved, 0)
+    with pytest.raises(holdfast.IncompatibleError, match=r"quantised slots here: unknown, until it has taken a step"):
+        holdfast.load(tmp_path / "run", into, strict=False)
+    train(into, steps=1, seed=1)
+    holdfast.load(tmp_path / "run", into, strict=False)
+    for mine, theirs in zip(slots_of(into), slots_of(saved), strict=True):
+        assert bits(getattr(mine, "codes", mine)) == bits(getattr(theirs, "codes", theirs))
+
+
 # --- bitsandbytes ----------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +252,26 @@ def test_an_8_bit_optimizer_of_bitsandbytes_goes_on_as_the_saved_one(tmp_path: P
         train(state, steps=2, seed=5)
     for a, b in zip(saved["model"].parameters(), into["model"].parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+def test_8_bit_slots_of_bitsandbytes_do_not_train_on_in_a_32_bit_optimizer(tmp_path: Path, steps: int) -> None:
+    import bitsandbytes
+
+    states: list[State] = []
+    for number, kind in enumerate((bitsandbytes.optim.AdamW8bit, bitsandbytes.optim.AdamW)):
+        torch.manual_seed(number)
+        model = nn.Linear(128, 64)
+        states.append({"model": model, "optimizer": kind(model.parameters(), lr=0.01)})
+        train(states[-1], steps=1 if number == 0 else steps, seed=number)
+    saved, into = states
+    holdfast.save(tmp_path / "run", saved, 0)
+    with pytest.raises(holdfast.IncompatibleError, match=r"quantised, as uint8; .* here: (none|unknown)") as caught:
+        holdfast.load(tmp_path / "run", into, strict=False)
+    assert caught.value.code == "incompatible.optimizer_class"
+    assert all(slots["state1"].dtype == torch.float32 for slots in into["optimizer"].state.values())
+    with pytest.raises(holdfast.IncompatibleError, match=r"need the slots step too"):
+        holdfast.load(tmp_path / "run", saved, mapping=[Drop("optimizer/state/**/step")])
 
 
 def four_bits(seed: int, **options: Any) -> Any:

@@ -132,7 +132,8 @@ def test_slots_of_a_dtype_of_their_own_stay_when_the_parameter_is_cast(tmp_path:
     there = of(3, AdamW, seed=1)
     there["model"].to(torch.bfloat16)
     parameter = there["model"].body.weight
-    there["opt"].state[parameter] = {"exp_avg": torch.ones(5, 6), "step": torch.tensor(1.0)}
+    moments = {"exp_avg": torch.ones(5, 6), "exp_avg_sq": torch.ones(5, 6)}
+    there["opt"].state[parameter] = {"step": torch.tensor(1.0), **moments}
     holdfast.save(tmp_path / "run", there, 1)
     into = of(3, AdamW)
     into["model"].to(torch.float16)

@@ -142,11 +142,16 @@ def test_master_weights_moments_steps_and_groups_become_those_of_a_plain_optimiz
     assert "wd_mult" not in matrices
 
 
-def test_an_optimizer_before_its_first_step_has_no_count(tmp_path: Path) -> None:
+def test_an_optimizer_before_its_first_step_has_no_state_that_the_next_step_would_miss_the_count_of(
+    tmp_path: Path,
+) -> None:
     theirs = TheirOptimizer(TORCHS, steps=None)
     state = plain_state()
     holdfast.load(saved(tmp_path, theirs), into=state, mapping=RULES)
-    assert all("step" not in slots for slots in state["optimizer"].state.values())
+    assert not any(state["optimizer"].state.values())
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
 
 
 def refused(run: Path, into: dict[str, Any], *rules: Rule) -> str:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from holdfast import PerRank
+from holdfast.frameworks import first_steps
 from holdfast.state import expected_state as expected_state_module
 from holdfast.state.expected_state import expected_state
 from holdfast.state.flatten import flatten
@@ -139,13 +140,13 @@ def test_objects_with_a_state_of_their_own_are_not_asked_for_it() -> None:
 def test_thousands_of_groups_that_differ_in_their_rate_take_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4,000 groups of one parameter each took 3.4 s.
     steps = []
-    after_a_step = expected_state_module._slots_after_a_step
+    after_a_step = first_steps.slots_after_a_step
 
     def counted(*arguments: Any) -> Any:
         steps.append(arguments)
         return after_a_step(*arguments)
 
-    monkeypatch.setattr(expected_state_module, "_slots_after_a_step", counted)
+    monkeypatch.setattr(expected_state_module, "slots_after_a_step", counted)
     groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 + number} for number in range(20)]
     groups += [{"params": [nn.Parameter(torch.ones(2))], "momentum": 0.9 / (number + 1)} for number in range(20)]
     expected = expected_state({"optimizer": torch.optim.SGD(groups, lr=0.1)})["optimizer"]

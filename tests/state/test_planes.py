@@ -102,7 +102,7 @@ def test_planes_fill_only_tensors_of_the_same_kind_and_values(stored: object, li
 
 
 def test_an_object_beside_the_planes_that_no_name_can_tell_is_refused() -> None:
-    with pytest.raises(StateError, match=r"state\.planes.*Rows holds an object"):
+    with pytest.raises(StateError, match=r"state\.planes.*'r' of type .*Rows.*holds an object"):
         save({"r": rows(0, cast("Any", object()))})
 
 

@@ -21,6 +21,7 @@ from holdfast.mapping import Rule
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import Parts, as_stored, stored_tensors
+from holdfast.mapping.whole_planes import chosen_in_part
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.run.paths import some_quoted
 
@@ -107,8 +108,7 @@ def choose(
         paths = tuple(path for path in paths if path in select)
     for glob, close in (select.unmatched() if select is not None else {}).items():
         raise _unmatched(glob, close)
-    for one in found:
-        _check(one.tensor)
+    _check_all(found, table)
     kept = {one.tensor.name: one.tensor for one in found}
     equal = [(kept[name], _tensor(state, table, other)) for name in kept for other in table.equal.get(name, ())]
     return ChosenContent(_in_stored_order(state, found), paths, table, equal)
@@ -150,6 +150,14 @@ def _unmatched(glob: str, close: Sequence[str]) -> IncompatibleError:
         code="incompatible.select",
         action=f"Did you mean {some_quoted(list(close))}?" if close else "`holdfast show` lists the names.",
     )
+
+
+def _check_all(chosen: Sequence[ChosenTensor], table: CheckpointTable) -> None:
+    names = [name for one in chosen for name in one.names]
+    if (in_part := chosen_in_part(names, {*table.stored, *table.aliases})) is not None:
+        raise in_part
+    for one in chosen:
+        _check(one.tensor)
 
 
 def _check(tensor: ExportTensor) -> None:

@@ -95,6 +95,9 @@ class Sink(Protocol):
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """Add tensors that need no nodes, because their owner finds them by name."""
 
+    def slots(self, entries: Iterable[NamedTensor]) -> None:
+        """Add tensors as `tensors` does, which a load makes where the live object does not have them yet."""
+
     def pieces(self, name: str, item: Piecewise) -> None:
         """Add a tensor in pieces that needs no node, because its owner finds it by name."""
 

@@ -15,6 +15,7 @@ from holdfast.format.names import component, join, parse_component, split
 from holdfast.format.values import Node, Plain, TensorRef, Text
 from holdfast.frameworks import BindingSource, Finish
 from holdfast.frameworks.optimizer_saving import hyper_parameters
+from holdfast.frameworks.quantised_slots import quantised_otherwise
 
 #: Keys that torch's schedulers add to the groups of any optimizer.
 _OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
@@ -73,6 +74,8 @@ def is_other_class(path: str, optimizer: Optimizer, saved: SavedOptimizer, sourc
     """
     kind, name = type(optimizer).__name__, join(path, "class")
     foreign = _foreign(optimizer, saved)
+    if saved.kind not in (None, kind):
+        foreign += quantised_otherwise(path, optimizer, saved.slots, source)
     if foreign or (source.is_strict and saved.kind not in (None, kind)):
         raise _other_class(path, kind, saved, foreign)
     if saved.kind == kind:
@@ -121,7 +124,7 @@ def own_flags(optimizer: Optimizer) -> frozenset[str]:
 def _other_class(path: str, kind: str, saved: SavedOptimizer, foreign: list[str]) -> IncompatibleError:
     stored = f"class {saved.kind}" if saved.kind not in (None, kind) else "another class"
     slots = _list(set().union(*saved.slots.values()))
-    action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}".'
+    action = f'Build the optimizer that was saved, or leave this one out, with select="!{path}": it then starts afresh.'
     if not foreign:
         action = f"Build the optimizer that was saved, or load its state into {kind} with strict=False."
     return IncompatibleError(
@@ -254,6 +257,16 @@ def bind_hyper(path: str, group: MutableMapping[str, object], own: Container[str
         group.update((key, value()) for key, value in values.items())
 
     return finish
+
+
+def options_after(
+    path: str, group: Mapping[str, object], own: Container[str], source: BindingSource
+) -> dict[str, object]:
+    """The hyper-parameters that a live group will have after the load, as far as plain values tell: else those that it
+    has."""
+    nodes = {key: source.nodes.get(join(path, component(key, path=path))) for key, _ in hyper_parameters(group)}
+    stored = {key: node.value for key, node in nodes.items() if isinstance(node, Plain) and key not in own}
+    return {**group, **stored}
 
 
 def flag(path: str, live: object, source: BindingSource) -> bool:

@@ -14,6 +14,7 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join, parse_component
 from holdfast.frameworks import BindingSource, Finish, NamedTensor
 from holdfast.frameworks.factored_slots import factor_like
+from holdfast.frameworks.first_steps import NeededSlots
 from holdfast.frameworks.flat_slots import bind_flat_slots
 from holdfast.frameworks.optimizer_groups import (
     SavedOptimizer,
@@ -23,6 +24,7 @@ from holdfast.frameworks.optimizer_groups import (
     flag,
     group_origin,
     is_other_class,
+    options_after,
     own_flags,
     read_saved,
 )
@@ -57,6 +59,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     """
     saved = read_saved(path, source)
     own = own_flags(optimizer) if is_other_class(path, optimizer, saved, source) else frozenset[str]()
+    needed = NeededSlots(optimizer)
     groups: list[Finish] = []
     states: list[tuple[torch.Tensor, dict[object, _Slot], bool]] = []
     served: dict[int, int] = {}
@@ -78,6 +81,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         groups.append(bind_hyper(origin_path, group, own, source))
         on_device = any(flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         fitting = _fitting(path, optimizer, found, saved, source)
+        _check_needed(path, fitting, options_after(origin_path, group, own, source), needed, saved, source)
         states += _bind_states(path, optimizer, fitting, saved, on_device, source)
         for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
@@ -186,6 +190,23 @@ def _stored_shape(
     names = (join(path, "state", parameter.name, slot) for slot in sorted(saved.slots[parameter.name]))
     shapes = (kept.shape for kept in map(source.stored, names) if kept is not None)
     return next((shape for shape in shapes if shape), None)
+
+
+def _check_needed(
+    path: str,
+    parameters: Sequence[NamedTensor],
+    options: Mapping[str, object],
+    needed: NeededSlots,
+    saved: SavedOptimizer,
+    source: BindingSource,
+) -> None:
+    """Refuse parameters that have some of the slots that the next step needs, and lack others: the step would fail."""
+    held = [(entry.tensor, saved.slots[entry.name]) for entry in parameters]
+    for entry, lacking in zip(parameters, needed.lacking(options, held), strict=True):
+        if lacking:
+            has, lacks = ", ".join(sorted(saved.slots[entry.name])) or "none", ", ".join(sorted(lacking))
+            text = f"its steps need the slots {lacks} too, beside {has} in the checkpoint (after a mapping)"
+            source.refuse("incompatible.needed_slots", join(path, "state", entry.name), text)
 
 
 class _SlotColumn(NamedTuple):

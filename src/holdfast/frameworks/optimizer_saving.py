@@ -58,7 +58,7 @@ class Kept(NamedTuple):
                 names += _slot_names(f"{state}/{entry.name}", *slots)
                 values += slots.values()
                 replicas += repeat(entry.replicas, len(slots))
-        sink.tensors(_tensors_of(names, values, replicas, sink))
+        sink.slots(_tensors_of(names, values, replicas, sink))
         for owner, held in self.held.items():
             describe_slots(state, held, self.kept.get(owner, {}), sink)
 

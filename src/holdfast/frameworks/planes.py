@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
@@ -18,7 +17,9 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 import torch
 
 from holdfast.errors import StateError
+from holdfast.format.names import component
 from holdfast.frameworks.known_types import type_of
+from holdfast.frameworks.plane_values import MAX_DEPTH, UnreadableError, plain, text_of
 from holdfast.wording import kind_of
 
 #: How a plane is divided where its tensor is. It has one entry for so many consecutive elements of the tensor in
@@ -39,13 +40,15 @@ class PlanedTensor:
 
     `name` is the name of its type in checkpoints, with the values that the planes do not hold, but none that depend on
     the layout of the ranks. `rebuild` makes a tensor like it from other planes. A rank that holds fewer elements than
-    `min_numel`, or a part that does not consist of whole blocks, holds them in a plain tensor.
+    `min_numel`, or a part that does not consist of whole blocks, holds them in a plain tensor. With `can_be_made`, a
+    load can make one as a slot of an optimizer that has none yet (see `blank`).
     """
 
     name: str
     planes: Mapping[str, Plane]
     rebuild: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
     min_numel: int = 0
+    can_be_made: bool = False
 
 
 class PlanedType(Protocol):
@@ -67,7 +70,7 @@ class _Flattened:
         """As `PlanedType.read`."""
         planes, values = _inner(tensor)
         cuts = {key: Plane(plane, "rows") for key, plane in planes.items()}
-        return PlanedTensor(_name(type(tensor), values), cuts, lambda filled: _unflattened(tensor, filled, ""))
+        return PlanedTensor(_name(tensor, values), cuts, lambda filled: _unflattened(tensor, filled, ""))
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
         """As `PlanedType.blank`. The values need not be enough to make one."""
@@ -88,12 +91,15 @@ class _QuantisedSlot:
         block = int(tensor.block_size)
         cuts: dict[str, Cut] = {"codes": self.codes_per_byte, "scale": block, "qmap": "whole"}
         planes, _ = _inner(tensor)
+        if unknown := sorted(planes.keys() - cuts.keys()):
+            raise UnreadableError(f"this version of Holdfast does not know its planes {', '.join(unknown)}")
         values = {"block_size": block} | ({"signed": bool(tensor.signed)} if self.is_signed_or_not else {})
         return PlanedTensor(
-            _name(type(tensor), values),
+            _name(tensor, plain(values, tensor)),
             {key: Plane(plane, cuts[key]) for key, plane in planes.items()},
             lambda filled: _unflattened(tensor, filled, ""),
             self.min_numel,
+            can_be_made=True,
         )
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
@@ -132,7 +138,7 @@ class _Packed4Bits:
         def rebuild(_: Mapping[str, torch.Tensor]) -> torch.Tensor:
             raise TypeError("4-bit weights cannot be made from their planes; quantise the model first")
 
-        return PlanedTensor(_name(type(tensor), values), cuts, rebuild)
+        return PlanedTensor(_name(tensor, plain(values, tensor)), cuts, rebuild)
 
     def blank(self, values: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
         """As `PlanedType.blank`."""
@@ -157,9 +163,35 @@ def planed_type(kind: type) -> PlanedType | None:
     return _FLATTENED if hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__") else None
 
 
-def with_outer(planed: PlanedTensor, tensor: torch.Tensor, part: torch.Tensor) -> PlanedTensor:
-    """The planes of `part`, which is `tensor` or the local part of it, under a name that also tells the dtype and the
-    shape of the whole tensor, and the order of its axes in memory: the planes alone need not tell these."""
+def planed(rules: PlanedType, tensor: torch.Tensor, part: torch.Tensor, *, name: str | None) -> PlanedTensor:
+    """The planes of `part`, which is `tensor` or the local part of it. `name` is that of the tensor, if it is known.
+
+    Raises:
+        StateError: code ``state.planes``, for a type whose planes or values cannot be read.
+    """
+    try:
+        return _with_outer(rules.read(part), tensor, part)
+    except UnreadableError as error:
+        raise _unreadable(name, part, str(error)) from error
+    except Exception as error:  # the code of the type
+        raise _unreadable(name, part, f"reading them raised {type(error).__name__}: {error!s:.300}") from error
+
+
+def _unreadable(name: str | None, part: torch.Tensor, problem: str) -> StateError:
+    kind = f"{type(part).__module__}.{type(part).__qualname__}"
+    named = f"tensor {name!r} of type {kind}" if name is not None else f"a tensor of type {kind}"
+    return StateError(
+        f"The planes of {named} cannot be read: {problem}.",
+        code="state.planes",
+        action="Correct the type's __tensor_flatten__, or register the type with holdfast.register_tensor, and put all "
+        "that it needs into planes.",
+        tensor=name,
+    )
+
+
+def _with_outer(planed: PlanedTensor, tensor: torch.Tensor, part: torch.Tensor) -> PlanedTensor:
+    """The planes of `part`, under a name that also tells the dtype and the shape of the whole tensor, and the order of
+    its axes in memory: the planes alone need not tell these."""
     outer: dict[str, object] = {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
     strides = part.stride()
     axes = [axis for axis, size in enumerate(part.shape) if size > 1]
@@ -179,15 +211,33 @@ def blank(name: str, like: torch.Tensor) -> torch.Tensor | None:
     """A new tensor of the type that `name` names, with the shape of `like`, to be filled. None where that type cannot
     hold so many elements, or cannot be made from its name."""
     text, _, values = name.partition("{")
-    module, _, kind = text.rpartition(".")
-    known = _KNOWN.get((module, kind))
-    if known is None or module not in sys.modules:
+    known, kind = _KNOWN.get(_split(text)), _imported(text)
+    if known is None or kind is None:
         return None
     try:
         found = json.loads("{" + values)
     except ValueError:
         return None
-    return known.blank(found | {"type": getattr(sys.modules[module], kind)}, like)
+    return known.blank(found | {"type": kind}, like)
+
+
+def can_be_made(name: str) -> bool:
+    """Whether `blank` can make tensors of the type that `name` names, if they have whole blocks: its library is
+    imported here."""
+    text = name.partition("{")[0]
+    return isinstance(_KNOWN.get(_split(text)), _QuantisedSlot) and _imported(text) is not None
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The module and the qualified name of a type."""
+    module, _, kind = text.rpartition(".")
+    return module, kind
+
+
+def _imported(text: str) -> object:
+    """The type of this name, if its module is imported; else None."""
+    module, kind = _split(text)
+    return getattr(sys.modules.get(module), kind, None)
 
 
 def blocks_fit(planed: PlanedTensor, numel: int) -> bool:
@@ -207,21 +257,42 @@ def block_shape(shape: tuple[int, ...], block: int) -> tuple[int, tuple[int, ...
     return None
 
 
-def _inner(tensor: Any) -> tuple[dict[str, torch.Tensor], object]:
-    """The planes of a tensor with ``__tensor_flatten__`` by name, and all values in it; an inner tensor that has planes
-    itself gives those, as ``inner.codes``."""
-    names, context = tensor.__tensor_flatten__()
+def _inner(tensor: Any, depth: int = 0) -> tuple[dict[str, torch.Tensor], object]:
+    """The planes of a tensor with ``__tensor_flatten__`` by name, and all values in it as JSON has them; an inner
+    tensor that has planes itself gives those, as ``inner.codes``."""
+    if depth > MAX_DEPTH:
+        raise UnreadableError("its planes contain themselves")
+    names, context = _flattened(tensor)
     planes: dict[str, torch.Tensor] = {}
     below: dict[str, object] = {}
     for name in names:
         inner = getattr(tensor, name)
+        if not isinstance(inner, torch.Tensor):
+            raise UnreadableError(f"its __tensor_flatten__ names {name!r}, which is {kind_of(inner)} and no tensor")
         if planed_type(type_of(inner)) is _FLATTENED:
-            deeper, values = _inner(inner)
-            planes |= {f"{name}.{key}": plane for key, plane in deeper.items()}
-            below[name] = [f"{type(inner).__module__}.{type(inner).__qualname__}", values, str(inner.dtype)]
+            deeper, values = _inner(inner, depth + 1)
+            added = {f"{name}.{key}": plane for key, plane in deeper.items()}
+            below[component(name)] = [f"{type(inner).__module__}.{type(inner).__qualname__}", values, str(inner.dtype)]
         else:
-            planes[name] = inner
-    return planes, {"context": context, "inner": below} if below else context
+            added = {name: inner}
+        if twice := planes.keys() & added.keys():
+            raise UnreadableError(f"two of its planes have the name {min(twice)!r}")
+        planes |= added
+    described = plain(context, tensor)
+    return planes, {"%context": described, "%inner": below} if below else described
+
+
+def _flattened(tensor: Any) -> tuple[list[str], object]:
+    """What ``__tensor_flatten__`` of a tensor returns: the names of its inner tensors, and all else that it needs."""
+    found = tensor.__tensor_flatten__()
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise UnreadableError(f"its __tensor_flatten__ returned {kind_of(found)}, not names and a context")
+    names, context = found
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise UnreadableError(f"its __tensor_flatten__ returned {kind_of(names)} that is no list of names")
+    if not names:
+        raise UnreadableError("its __tensor_flatten__ names no tensors")
+    return list(dict.fromkeys(names)), context
 
 
 def _unflattened(tensor: Any, planes: Mapping[str, torch.Tensor], prefix: str) -> torch.Tensor:
@@ -238,31 +309,6 @@ def _unflattened(tensor: Any, planes: Mapping[str, torch.Tensor], prefix: str) -
     return cast("torch.Tensor", type(tensor).__tensor_unflatten__(inner, context, shape, stride))
 
 
-def _name(kind: type, values: object) -> str:
-    """The name of a type in checkpoints: that of the type, and the values as JSON, in braces."""
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    described = _plain(name, values)
-    described = described if isinstance(described, dict) else {"": described}
-    return name + json.dumps(described, sort_keys=True, separators=(",", ":"))
-
-
-def _plain(name: str, value: object) -> object:
-    """A value of a tensor as JSON has it. It is compared, and never turned back."""
-    if isinstance(value, Enum):
-        return f"{type(value).__qualname__}.{value.name}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, torch.dtype | torch.device):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(name, each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(name, each) for each in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {field.name: _plain(name, getattr(value, field.name)) for field in fields(value)}
-        return {type(value).__qualname__: parts}
-    raise StateError(
-        f"A tensor of type {name} holds {kind_of(value)} beside its tensors, which no checkpoint can describe.",
-        code="state.planes",
-        action="Register the type with holdfast.register_tensor, and put what it needs into planes.",
-    )
+def _name(tensor: torch.Tensor, values: object) -> str:
+    """The name of a tensor's type in checkpoints: that of the type, and the values as JSON, in braces."""
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}{text_of(values)}"

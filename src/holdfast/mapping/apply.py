@@ -32,6 +32,7 @@ from holdfast.mapping.rules import (
     Unstack,
     index_field,
 )
+from holdfast.mapping.whole_planes import check_whole_planes
 
 
 def mapped(
@@ -40,7 +41,8 @@ def mapped(
     """Apply `rules` in order to a checkpoint's tensors, the other names (`aliases`) of its tensors, and its values.
 
     Raises `IncompatibleError`, code ``incompatible.mapping``, for a rule that matches nothing, gives a name that
-    exists already, or is impossible for the shapes and dtypes of the tensors that it matches.
+    exists already, or is impossible for the shapes and dtypes of the tensors that it matches; and code
+    ``incompatible.planes`` where the planes of a tensor would not stay together.
     """
     if not rules:
         return CheckpointTable(stored, aliases, nodes, {}, {})
@@ -57,7 +59,9 @@ def mapped(
             _for_megatron(draft, rule)
         else:
             draft.run(_steps(draft, rule))
-    return draft.table()
+    table = draft.table()
+    check_whole_planes(table, stored, aliases, nodes)
+    return table
 
 
 def _rename(draft: MappingState, rule: Rename) -> None:

@@ -292,6 +292,15 @@ class MappingState:
             self.put(_slot(path, parameter, slot), self._tensor(name))
             slots.append(slot)
 
+    def drop_state(self, path: str, slot: str) -> None:
+        """Remove all slots of the parameters of the optimizer at `path` that have this `slot`."""
+        for parameter, slots in self.optimizers[path].items():
+            if slot in slots:
+                names = [_slot(path, parameter, each) for each in slots]
+                self.untied(names, in_place=False)
+                self.remove(names)
+                slots.clear()
+
     def spread_value(self, name: str, path: str, slot: str) -> None:
         """Make the value `name`, if there is one, a slot of each parameter of the optimizer at `path`."""
         origin = self._origins.pop(name, None)
@@ -366,7 +375,9 @@ class MappingState:
         for name, one in zip(sources, made, strict=True):
             if set(one.shape) - {1}:
                 text = f"optimizer state {name!r} has shape {one.shape}, not its parameter's shape {shapes[0]}"
-                raise self.refused(f"{text}, so the rule cannot convert it; drop it in an earlier rule", name)
+                raise self.refused(
+                    f"{text}, so the rule cannot convert it; drop the parameter's state in an earlier rule", name
+                )
         others = dict(zip(sources[1:], made[1:], strict=True))
         for name in sources:
             others |= self._equal.get(name, {})
@@ -410,8 +421,11 @@ class MappingState:
         """The error for a pattern that matches nothing that its rule can change."""
         subjects = self.subjects()
         containers = {name[:at] for name in subjects for at, letter in enumerate(name) if letter == "/"}
-        close = meant(names, [name for name in subjects if name not in containers], below="{x:**}")
+        found = meant(names, [name for name in subjects if name not in containers], below="{x:**}")
+        close = [name for name in found if name != names]
         hint = f"; did you mean {_some(close)}?" if close else "."
+        if isinstance(self.value(names), values.PlanesNode):
+            hint = ": it is a tensor that consists of planes, which are renamed and dropped together, and not reshaped."
         return self.refused(f"{names!r} matches nothing that this kind of rule can change{hint}")
 
     def refused(self, text: str, tensor: str | None = None) -> IncompatibleError:

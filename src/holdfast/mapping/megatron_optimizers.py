@@ -55,6 +55,8 @@ def make_plain(draft: MappingState, path: str) -> None:
     draft.put_value(join(path, "param_groups"), Open("dict"))
     draft.remove(draft.values_at(join(path, "grad_scaler")))
     draft.take_masters(path, MASTER)
+    if draft.value(join(path, _STEP)) is None:
+        draft.drop_state(path, "exp_avg")  # before the first step, moments are 0, and Adam makes them with its count
     draft.spread_value(join(path, _STEP), path, _STEP)
 
 

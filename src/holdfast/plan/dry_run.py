@@ -13,6 +13,7 @@ from holdfast.format.patterns import Globs, unmatched
 from holdfast.geometry import Int64s, Shape
 from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import as_stored, castable
+from holdfast.mapping.whole_planes import chosen_in_part
 from holdfast.plan.blocks import NodeReading, count_blocks
 from holdfast.plan.exchange import Bandwidths, Seconds
 from holdfast.plan.layout_rules import HeldTensor, Layout, assign, parameter_of
@@ -60,7 +61,8 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
     """Compare names and dtypes of a checkpoint with those of a job that holds its tensors in `layout`.
 
     `select` and `cast` are as in a load; an optimizer is selected as a whole. Raises `IncompatibleError` for rules, as
-    `assign` does, and for globs that match nothing (``incompatible.select``, ``incompatible.cast``).
+    `assign` does, for globs that match nothing (``incompatible.select``, ``incompatible.cast``), and for those that
+    take a part of a tensor's planes (``incompatible.planes``).
     """
     # A tensor that a load only compares with another one is read by the ranks that hold that other one.
     compared = {other: name for name, others in table.equal.items() for other in others}
@@ -72,10 +74,12 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
     held: dict[str, HeldTensor] = {}
     unexpected: list[str] = []
     casts: dict[bool, list[CastTensor]] = {True: [], False: []}
+    chosen: list[str] = []
     for name, stored in tensors.items():
         owner = parameter_of(name, tensors, table.aliases)
         if select is not None and not _any_in(select, tied[name] if owner is None else owner[:1]):
             continue
+        chosen.append(name)
         may_cast = cast if isinstance(cast, bool) else _any_in(cast, tied[name])
         if name not in placed:
             unexpected.append(name)
@@ -84,6 +88,8 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
         dtype = placed[name].dtype or stored.dtype
         if dtype != stored.dtype:
             casts[may_cast and castable(stored.dtype, dtype)].append(CastTensor(name, stored.dtype, dtype))
+    if (in_part := chosen_in_part(chosen, tensors)) is not None:
+        raise in_part
     for option, globs in (("select", select), ("cast", cast)):
         if isinstance(globs, Globs) and globs.unmatched():
             action = "Use globs that match names after the mapping; an optimizer has one name."

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import compress
 from operator import attrgetter
 from typing import cast
 
 import torch
 
-from holdfast.errors import NotFoundError
+from holdfast.errors import NotFoundError, StateError
 from holdfast.format.values import Node, PlanesNode
 from holdfast.frameworks import NamedTensor
 from holdfast.frameworks.flat_memory import FlatMemory, Portion
 from holdfast.frameworks.piecewise import Piecewise
-from holdfast.frameworks.planes import blank, is_name_of_planed
+from holdfast.frameworks.planes import blank, can_be_made, is_name_of_planed
+from holdfast.frameworks.stateful import writing
 from holdfast.frameworks.torch_dtypes import DTYPE_NAMES
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor, castable
@@ -60,7 +61,7 @@ class TensorBinder:
         self._held = FlatOwners()
         self._names: dict[int, NamedTensor] = {}
         #: Tensors of registered types on the meta device, which are rebuilt from their planes.
-        self._to_rebuild: list[tuple[torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
+        self._to_rebuild: list[tuple[str, torch.Tensor, Registration, dict[str, torch.Tensor]]] = []
 
     def fill(self, entry: NamedTensor) -> None:
         """As `BindingSource.fill`. A tensor of a registered type is filled by its planes, a ``ShardedTensor`` by its
@@ -69,7 +70,7 @@ class TensorBinder:
             if self._select is None or entry.name in self._select:
                 self.fill_pieces(entry.name, in_pieces(entry.name, entry.tensor))
             return
-        registration = registered(entry.tensor)
+        registration = self._registration(entry)
         if registration is None:
             if self._select is not None and entry.name not in self._select and not is_describable(entry.tensor):
                 # It is not loaded, so it need not be describable; but an optimizer may ask for its name.
@@ -80,14 +81,24 @@ class TensorBinder:
             return
         self._fill_planes(entry, registration)
 
+    def _registration(self, entry: NamedTensor) -> Registration | None:
+        """The registration of a tensor. One whose planes cannot be read has none, if it is not to be loaded."""
+        try:
+            return registered(entry.tensor, name=entry.name)
+        except StateError:
+            if self._select is None or entry.name in self._select:
+                raise
+            return None
+
     def _fill_planes(self, entry: NamedTensor, registration: Registration) -> None:
         """Add the planes of a tensor of a registered type, if the checkpoint has the same ones."""
         planes, node = self._planes.planes(entry, registration), self._nodes.get(entry.name)
         is_plain = self._matcher.canonical(entry.name) in self._stored
-        is_selected = self._select is None or entry.name in self._select
+        is_selected = self._selects_planes(entry.name, planes)
         if is_plain or (node is not None and node != PlanesNode(registration.name, tuple(planes))):
             here = f"{with_article(repr(registration.name))} of planes {', '.join(planes)}"
-            if is_selected and is_plain and registration.planed is not None:
+            is_slot = registration.planed is not None and registration.planed.can_be_made
+            if is_selected and is_plain and is_slot:
                 self._mismatches.add("incompatible.blocks", entry.name, f"{here} here, a tensor in the checkpoint")
             elif is_selected:
                 self._mismatches.add_kind(entry.name, here, node)
@@ -105,7 +116,21 @@ class TensorBinder:
             if is_dtensor(entry.tensor):
                 raise unsupported_tensor(entry.name, entry.tensor, "planes on several ranks and on the meta device")
             whole = {key: plane.tensor for key, plane in planes.items() if isinstance(plane, NamedTensor)}
-            self._to_rebuild.append((entry.tensor, registration, whole))
+            self._to_rebuild.append((entry.name, entry.tensor, registration, whole))
+
+    def _selects_planes(self, name: str, planes: Collection[str]) -> bool:
+        """Whether the load includes the planes of the tensor `name`. Refuses a selection of some of them: the tensor
+        would be a mixture of two."""
+        if self._select is None:
+            return True
+        chosen = [plane for plane in planes if plane_name(name, plane) in self._select]
+        is_named = name in self._select
+        if len(chosen) == len(planes) or not (chosen or is_named):
+            return bool(chosen)
+        left = ", ".join(plane for plane in planes if plane not in chosen)
+        taken = f"{', '.join(chosen)} of its planes" if chosen else "its name"
+        self._mismatches.add("incompatible.planes", name, f"select takes {taken}, but not its planes {left}")
+        return False
 
     def fill_all(self, entries: Sequence[NamedTensor]) -> None:
         """As `BindingSource.fill_all`."""
@@ -261,7 +286,7 @@ class TensorBinder:
         node = self._nodes.get(name)
         if not isinstance(node, PlanesNode) or not is_name_of_planed(node.name):
             return None
-        registration = registered(live)
+        registration = registered(live, name=name)
         if isinstance(live, torch.Tensor) and registration is not None and registration.planed is not None:
             return live
         with torch.no_grad():
@@ -269,6 +294,11 @@ class TensorBinder:
             if made is not None and is_dtensor(like):
                 places = like.device_mesh, like.placements
                 made = type(like).from_local(made, *places, run_check=False, shape=like.shape, stride=like.stride())
+        if made is None and not can_be_made(node.name):
+            here = "a tensor" if isinstance(live, torch.Tensor) else "no slot"
+            text = f"{here} here, a registered {node.name!r} in the checkpoint, which no load makes"
+            self._mismatches.add("incompatible.planed_slot", name, text)
+            return like
         if made is None:
             here = f"{count(local_part(like).numel(), 'element')} here, which hold no such blocks"
             self._mismatches.add("incompatible.blocks", name, f"{here}, a registered {node.name!r} in the checkpoint")
@@ -277,9 +307,10 @@ class TensorBinder:
 
     def rebuild(self) -> None:
         """Rebuild tensors of registered types on the meta device from their planes, once those have memory."""
-        for tensor, registration, planes in self._to_rebuild:
+        for name, tensor, registration, planes in self._to_rebuild:
             if tensor.is_meta and not any(plane.is_meta for plane in planes.values()):
-                become(tensor, cast("torch.Tensor", registration.decode(planes)))
+                with writing(name, f"the function that makes {registration.kind.__qualname__} of planes"):
+                    become(tensor, cast("torch.Tensor", registration.decode(planes)))
 
 
 def _alike(like: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:

@@ -346,6 +346,10 @@ _ACTIONS = {
     "incompatible.slots": (
         "Give the parameter its stored shape, or start its optimizer state afresh with strict=False."
     ),
+    "incompatible.needed_slots": (
+        "Leave the mapping of these slots out, or drop the whole state of the parameters, such as with "
+        'Drop("optimizer/state/**"): it then starts afresh. Or leave the optimizer out of select=.'
+    ),
     "incompatible.flat_slots": (
         "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "
         "out, with select=."
@@ -358,6 +362,13 @@ _ACTIONS = {
         "Put the same kind of object into the live state, or leave it out of the state. A stored dict, such as a "
         "state_dict(), fills a live dict with the same keys and tensors of their shapes: build that before the load. "
         "holdfast.open(path).tree(name) reads it without one."
+    ),
+    "incompatible.planed_slot": (
+        "Import the library of the type before the load, or take one step of the optimizer first, so that it has the "
+        "slots that a load fills. Or leave the optimizer out of select=: it then starts afresh."
+    ),
+    "incompatible.planes": (
+        "Select, drop and rename a tensor that consists of planes by its own name, which takes all of its planes."
     ),
     "incompatible.no_state": "Leave the object out of the live state, or out of select=: it then starts afresh.",
     "incompatible.scheduler_class": (

@@ -6,30 +6,21 @@ one step on the meta device, for one parameter of each shape.
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.frameworks.first_steps import Slots, option_kinds, slots_after_a_step
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.stateful import StatefulAdapter
 from holdfast.state.local_placements import is_dtensor, local_part
 from holdfast.state.per_rank import PerRank
 
-#: Options of groups that choose another implementation of the same step; the plain one runs on the meta device.
-_PLAIN_STEP: Final = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 #: Depth of containers to which optimizers are searched; a deeper one is not predicted.
 _MAX_DEPTH: Final = 4
-
-_log = logging.getLogger(__name__)
-
-_Slots = dict[object, object]
 
 
 def expected_state(state: Mapping[str, object]) -> Mapping[str, object]:
@@ -57,49 +48,23 @@ def _with_slots(optimizer: Optimizer) -> Optimizer:
     a step, so it is left alone."""
     if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
         return optimizer
-    slots: dict[torch.Tensor, _Slots] = {}
-    known: dict[object, _Slots] = {}
+    slots: dict[torch.Tensor, Slots] = {}
+    known: dict[object, Slots] = {}
     for group in optimizer.param_groups:
-        options = tuple((key, _kind(option)) for key, option in group.items() if key != "params")
+        options = option_kinds(group)
         for parameter in group["params"]:
             if not parameter.requires_grad or parameter in optimizer.state:
                 continue
             part = local_part(parameter)
             key = (part.shape, part.dtype, options)
             if key not in known:
-                known[key] = _slots_after_a_step(optimizer, group, part)
+                known[key] = slots_after_a_step(optimizer, group, part)
             slots[parameter] = {name: _like(slot, parameter) for name, slot in known[key].items()}
     if not any(slots.values()):
         return optimizer
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__, state={**optimizer.state, **slots})
     return stand_in
-
-
-def _kind(option: object) -> object:
-    """An option of a group, as far as it decides which slots there are: of numbers, whether they are 0. There may be
-    thousands of groups, each with a rate of its own."""
-    if option is None or isinstance(option, bool | str):
-        return option
-    if isinstance(option, tuple | list):
-        return tuple(map(_kind, option))
-    return type(option), option == 0 if isinstance(option, int | float) else None
-
-
-def _slots_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], part: torch.Tensor) -> _Slots:
-    """The slots of one parameter after one step on the meta device. Where the step does not run there, those that it
-    made before it failed, which are all for most optimizers."""
-    parameter = nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    copy = object.__new__(type(optimizer))
-    plain = {**group, "params": [parameter], **{key: _PLAIN_STEP[key] for key in _PLAIN_STEP.keys() & group.keys()}}
-    copy.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[plain])
-    try:
-        with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(copy)  # without the hooks, which are the user's
-    except Exception as error:  # noqa: BLE001 - a wrong prediction costs time at the first save, and nothing else
-        _log.debug("a step of %s does not run on the meta device: %s", type(optimizer).__name__, error)
-    return cast("_Slots", copy.state[parameter])
 
 
 def _like(slot: object, parameter: torch.Tensor) -> object:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,10 @@ _DIVISIBLE = frozenset((dict, OrderedDict, list, tuple))
 #: Types of slots that `Walk` may leave for later: tensors that consist of their memory alone, and immutable values.
 _PLAIN = {torch.Tensor, nn.Parameter}
 _CONSTANT = {type(None), bool, int, float, complex, str, bytes}
+
+#: Where a load finds the tensor: in the live state, among the slots of an optimizer that may have none yet, or inside
+#: what an object takes back as a whole, so that the load makes another.
+_Where: TypeAlias = Literal["live", "slots", "inside"]
 
 _name_of = attrgetter("name")
 _tensor_of = attrgetter("tensor")
@@ -357,6 +361,10 @@ class Walk:
 
     def tensors(self, entries: Iterable[NamedTensor]) -> None:
         """As `Sink.tensors`."""
+        self._add(entries, where="live")
+
+    def _add(self, entries: Iterable[NamedTensor], *, where: _Where) -> None:
+        """Add tensors. Refuses those that no load could make `where` it may have to."""
         # With almost no Python code per tensor: every save runs this.
         listed = list(entries)
         added = {entry.name: entry for entry in listed}
@@ -368,11 +376,18 @@ class Walk:
             )
         if any_registered(set(map(type, local_parts(list(map(_tensor_of, listed)))))):
             for entry in listed:
-                registration = registered(entry.tensor)
+                registration = registered(entry.tensor, name=entry.name)
                 if registration is not None:
+                    planed = registration.planed
+                    if planed is not None and (where == "inside" or (where == "slots" and not planed.can_be_made)):
+                        raise _unmakeable(entry.name, planed.name)
                     del added[entry.name]
                     self._add_planes(entry, registration)
         self._tensors.update(added)
+
+    def slots(self, entries: Iterable[NamedTensor]) -> None:
+        """As `Sink.slots`."""
+        self._add(entries, where="slots")
 
     def _add_planes(self, entry: NamedTensor, registration: Registration) -> None:
         planes = self._planes.planes(entry, registration)
@@ -417,7 +432,7 @@ class Walk:
                 self._left_out += [NamedTensor(path, item, replicas)] if isinstance(item, torch.Tensor) else []
                 return False
         if isinstance(item, torch.Tensor):
-            self._add_tensors([NamedTensor(path, item, replicas)])
+            self._add_tensors([NamedTensor(path, item, replicas)], live=live)
         elif (node := values.leaf(item) or torch_value(item)) is not None:
             self.node(path, node)
         elif (registration := registered(item)) is not None:
@@ -442,7 +457,7 @@ class Walk:
                 tensors.append(NamedTensor(prefix + name, child, replicas))
             else:
                 self._visit(prefix + name, child, replicas, live=live)
-        self._add_tensors(tensors)
+        self._add_tensors(tensors, live=live)
 
     def _part_of(self, path: str, item: object, replicas: Replicas) -> bool:
         """Add the selected entries of a container; returns False where there are none."""
@@ -480,8 +495,8 @@ class Walk:
         with describing(path, adapter):
             return adapter.describe(path, item, self)
 
-    def _add_tensors(self, entries: Sequence[NamedTensor]) -> None:
-        """Add tensors with their nodes."""
+    def _add_tensors(self, entries: Sequence[NamedTensor], *, live: bool) -> None:
+        """Add tensors with their nodes. With `live`, a load fills these; else it makes others."""
         for entry in entries if self._per_rank else ():
             if is_dtensor(entry.tensor) and own_part(entry.name):
                 raise unsupported_tensor(entry.name, entry.tensor, "parts on several ranks, but is in a PerRank")
@@ -491,7 +506,7 @@ class Walk:
                     self.node(entry.name, _TENSOR)
                     self._piecewise[entry.name] = in_pieces(entry.name, entry.tensor)
             entries = [entry for entry in entries if not is_sharded(entry.tensor)]
-        self.tensors(entries)
+        self._add(entries, where="live" if live else "inside")
         for entry in entries:
             self._nodes.setdefault(entry.name, _TENSOR)
 
@@ -527,6 +542,17 @@ def _collision(path: str) -> StateError:
         code="state.collision",
         action="Rename one of them.",
         path=path,
+    )
+
+
+def _unmakeable(name: str, kind: str) -> StateError:
+    return StateError(
+        f"{name!r} is a tensor of type {kind.partition('{')[0]}, which a load would have to make, and only a "
+        "registration tells how.",
+        code="state.planes",
+        action="Register the type with holdfast.register_tensor, whose rebuild function makes it; or hold it where a "
+        "load finds a live one to fill, such as a parameter or an entry of the state; or keep a plain tensor.",
+        tensor=name,
     )
 
 

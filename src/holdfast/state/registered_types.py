@@ -113,9 +113,13 @@ def register_tensor(
     _register(Registration(name, kind, there, back))
 
 
-def registered(item: object) -> Registration | None:
+def registered(item: object, *, name: str | None = None) -> Registration | None:
     """The registration of exactly the type of `item`; None if there is none. Tensors of other libraries that consist of
-    planes have one, also where they are the local part of a DTensor."""
+    planes have one, also where they are the local part of a DTensor.
+
+    Raises:
+        StateError: code ``state.planes``, for such a tensor whose planes cannot be read; the error has its `name`.
+    """
     kind: type = type(item)
     known = _BY_TYPE.get(kind)
     if known is not None or not _may_be_planed(kind):
@@ -127,12 +131,12 @@ def registered(item: object) -> Registration | None:
     rules = _rules_of(kind)
     if rules is None or kind in _BY_TYPE:
         return None
-    from holdfast.frameworks.planes import with_outer
+    from holdfast.frameworks.planes import planed
 
-    planed = with_outer(rules.read(part), cast("torch.Tensor", item), cast("torch.Tensor", part))
-    planes = {key: plane.tensor for key, plane in planed.planes.items()}
-    rebuild = cast("Callable[[object], object]", planed.rebuild)
-    return Registration(planed.name, kind, lambda _: planes, rebuild, planed)
+    found = planed(rules, cast("torch.Tensor", item), cast("torch.Tensor", part), name=name)
+    planes = {key: plane.tensor for key, plane in found.planes.items()}
+    rebuild = cast("Callable[[object], object]", found.rebuild)
+    return Registration(found.name, kind, lambda _: planes, rebuild, found)
 
 
 def any_registered(kinds: Iterable[type]) -> bool:
@@ -158,7 +162,7 @@ def _rules_of(kind: type) -> PlanedType | None:
 
 def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> dict[str, torch.Tensor]:
     """The planes of a tensor, by name. Raises `StateError` when they are not live memory."""
-    planes, again = registration.encode(tensor), _encoded_again(tensor, registration)
+    planes, again = registration.encode(tensor), _encoded_again(name, tensor, registration)
     problem = _problem_of(planes, again)
     if problem is not None:
         raise StateError(
@@ -170,11 +174,11 @@ def planes_of(name: str, tensor: torch.Tensor, registration: Registration) -> di
     return dict(cast("Mapping[str, torch.Tensor]", planes))
 
 
-def _encoded_again(tensor: torch.Tensor, registration: Registration) -> object:
+def _encoded_again(name: str, tensor: torch.Tensor, registration: Registration) -> object:
     """The planes by a second call, to compare with those of the first one."""
     if registration.planed is None:
         return registration.encode(tensor)
-    again = registered(tensor)
+    again = registered(tensor, name=name)
     assert again is not None
     return again.encode(tensor)
 

@@ -1,0 +1,127 @@
+"""Slots that the next step of an optimizer needs, and that a load would leave out: the load is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RMSprop
+
+import holdfast
+from holdfast import IncompatibleError
+from holdfast.frameworks.first_steps import NeededSlots
+from holdfast.mapping import Drop
+from tests.support.ranks import run_ranks
+
+State = dict[str, Any]
+
+
+class Derived(Adam):
+    """As users derive optimizers: with the steps of torch."""
+
+
+class OwnSteps(Adam):
+    """An optimizer whose steps may do anything."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def trained(kind: Callable[..., Optimizer], *, seed: int = 0, steps: int = 2, **options: Any) -> State:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    state: State = {"model": model, "optimizer": kind(model.parameters(), lr=0.1, **options)}
+    for _ in range(steps):
+        step(state)
+    return state
+
+
+def step(state: State) -> None:
+    for parameter in state["model"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state["optimizer"].step()
+
+
+CASES: list[Any] = [
+    pytest.param(AdamW, "step", {}, id="AdamW"),
+    pytest.param(AdamW, "max_exp_avg_sq", {"amsgrad": True}, id="amsgrad"),
+    pytest.param(Derived, "exp_avg", {}, id="subclass"),
+    pytest.param(Adamax, "exp_inf", {}, id="Adamax"),
+    pytest.param(NAdam, "mu_product", {}, id="NAdam"),
+    pytest.param(RMSprop, "grad_avg", {"centered": True}, id="RMSprop"),
+    pytest.param(Adadelta, "acc_delta", {}, id="Adadelta"),
+    pytest.param(Adagrad, "step", {}, id="Adagrad"),
+    pytest.param(Adafactor, "row_var", {}, id="Adafactor"),
+]
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "stepped"])
+@pytest.mark.parametrize(("kind", "slot", "options"), CASES)
+def test_a_rule_that_drops_step_does_not_lead_to_a_keyerror_in_the_next_step(
+    tmp_path: Path, kind: Callable[..., Optimizer], slot: str, options: dict[str, Any], steps: int
+) -> None:
+    holdfast.save(tmp_path / "run", trained(kind, **options), 0)
+    into = trained(kind, seed=1, steps=steps, **options)
+    before = repr(into["optimizer"].state_dict())
+    for strict in (True, False):
+        with pytest.raises(IncompatibleError, match=rf"its steps need the slots {slot} too, beside ") as caught:
+            holdfast.load(tmp_path / "run", into, mapping=[Drop(f"optimizer/state/**/{slot}")], strict=strict)
+        assert caught.value.code == "incompatible.needed_slots"
+        assert repr(into["optimizer"].state_dict()) == before
+    if kind is not Adagrad:  # which makes its slots when it is built, and none in a step
+        holdfast.load(tmp_path / "run", into, mapping=[Drop("optimizer/state/**")])
+        assert not any(into["optimizer"].state.values())
+        step(into)
+
+
+@pytest.mark.parametrize(
+    ("stored", "live"), [({"amsgrad": True}, {}), ({}, {"amsgrad": True}), ({}, {"foreach": True})], ids=repr
+)
+def test_options_of_the_checkpoint_tell_which_slots_are_needed(
+    tmp_path: Path, stored: dict[str, Any], live: dict[str, Any]
+) -> None:
+    holdfast.save(tmp_path / "run", trained(AdamW, **stored), 0)
+    for steps in (0, 1):
+        into = trained(AdamW, seed=1, steps=steps, **live)
+        holdfast.load(tmp_path / "run", into)
+        step(into)
+
+
+def test_slots_that_a_step_makes_anew_may_be_dropped(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", trained(SGD, momentum=0.9), 0)
+    into = trained(SGD, seed=1, momentum=0.9)
+    holdfast.load(tmp_path / "run", into, mapping=[Drop("optimizer/state/**/momentum_buffer")])
+    step(into)
+
+
+def test_an_adagrad_without_its_slots_is_refused(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", trained(Adagrad), 0)
+    with pytest.raises(IncompatibleError, match=r"need the slots step, sum too, beside none in the checkpoint"):
+        holdfast.load(tmp_path / "run", trained(Adagrad, seed=1), mapping=[Drop("optimizer/state/**")])
+
+
+def test_nothing_is_known_about_steps_of_a_users_own() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    held = [(parameter, ["sum"])]
+    known = {kind: NeededSlots(kind([parameter])).lacking({"params": []}, held) for kind in (OwnSteps, Adagrad)}
+    assert known == {OwnSteps: [frozenset()], Adagrad: [{"step"}]}
+
+
+def drop_in_flat_memory(run: str) -> str:
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(nn.Linear(3, 2), device_id=torch.device("cpu"))
+    state: State = {"model": model, "optimizer": AdamW(model.parameters(), lr=0.1)}
+    with pytest.raises(IncompatibleError) as caught:
+        holdfast.load(run, state, mapping=[Drop("optimizer/state/model/bias/step")])
+    return caught.value.code
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rule_that_drops_step_is_refused_for_flat_parameters_too(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", trained(AdamW), 0)
+    assert run_ranks(1, drop_in_flat_memory, str(tmp_path / "run")) == ["incompatible.needed_slots"]
