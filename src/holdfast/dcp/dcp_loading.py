@@ -22,9 +22,10 @@ from holdfast.state.differences import listing
 _log = logging.getLogger(__name__)
 
 #: Errors of a load name the arguments of `holdfast.load`, which DCP does not have.
-_ADVICE: Final = (
-    "(select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder. Here, "
-    "planner=DefaultLoadPlanner(allow_partial_load=True) leaves alone what the checkpoint does not have.)"
+_ADVICE: Final = "(select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder.)"
+_NAMES_ADVICE: Final = (
+    "Pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave alone what the checkpoint does not have, or "
+    "call holdfast.load, which reads the same folder, and takes mapping= and strict=False."
 )
 
 
@@ -65,10 +66,11 @@ def load(
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
     except IncompatibleError as error:
-        error.action = f"{error.action} {_ADVICE}"
+        error.action = _NAMES_ADVICE if error.code == "incompatible.names" else f"{error.action} {_ADVICE}"
         raise
     if report.missing and channel.rank == 0:
-        _log.warning("'%s' does not have %s, which keep their contents", target, listing(list(report.missing)))
+        keeps = "keeps its" if len(report.missing) == 1 else "keep their"
+        _log.warning("'%s' does not have %s, which %s contents", target, listing(list(report.missing)), keeps)
     for key, filled in into.items():
         item = state_dict[key]
         if isinstance(item, Stateful):
