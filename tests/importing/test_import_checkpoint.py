@@ -106,6 +106,19 @@ class Unwilling(Executor):
         raise RuntimeError("no worker")
 
 
+class Silent(Executor):
+    """An executor whose author forgot to return the future."""
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
+        return None  # type: ignore[return-value]
+
+
+def test_an_executor_that_returns_no_future_is_named(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "hf", some_tensors(), 2)
+    with pytest.raises(holdfast.ConfigurationError, match=r"config\.executor.*submit of a Silent returned None"):
+        holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 3, executor=Silent())
+
+
 def test_an_import_that_is_repeated_with_another_step_names_the_files_of_the_first(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nest
 from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, is_partial, participants, plain_states
 from holdfast.dcp.dcp_storage import source
-from holdfast.errors import IncompatibleError
+from holdfast.errors import IncompatibleError, NotFoundError
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
 from holdfast.phases import attempt, done
@@ -26,6 +26,10 @@ _ADVICE: Final = "(select=, mapping=, cast= and strict= are arguments of holdfas
 _NAMES_ADVICE: Final = (
     "Pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave alone what the checkpoint does not have, or "
     "call holdfast.load, which reads the same folder, and takes mapping= and strict=False."
+)
+_EMPTY_ADVICE: Final = (
+    "Its only save may have been killed: load the folder of an earlier save. holdfast.ls(folder) is empty for a folder "
+    "like this one."
 )
 
 
@@ -65,6 +69,10 @@ def load(
     into = done(states)
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
+    except NotFoundError as error:
+        if error.code == "not_found.head":
+            error.action = _EMPTY_ADVICE
+        raise
     except IncompatibleError as error:
         error.action = _NAMES_ADVICE if error.code == "incompatible.names" else f"{error.action} {_ADVICE}"
         raise
