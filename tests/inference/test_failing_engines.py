@@ -89,7 +89,7 @@ def publish_to_nobody(port: int, others: int) -> tuple[str, str, bool]:
             [others, 100] if first else (),  # more than ranks of a group, whose first one waits for the others of it
             host="127.0.0.1",
         )
-    return raised.value.code, str(raised.value), time.monotonic() - began < 20
+    return raised.value.code, str(raised.value), time.monotonic() - began < 100  # of 300 s
 
 
 def test_an_engine_that_cannot_be_reached_is_named_at_once_on_all_ranks() -> None:

@@ -95,7 +95,9 @@ class Publisher:
 
     Raises:
         IncompatibleError: an engine's loader cannot be followed (``incompatible.loader`` names the operation).
-        StorageError: an engine failed (``storage.engine``). DeadlineError: a process did not answer in `timeout_s`.
+        ConfigurationError: an engine has another number of workers (``config.num_workers``).
+        StorageError: an engine does not answer, failed, or lost a worker (``storage.engine``).
+        DeadlineError: a process did not answer in `timeout_s`. In `absent`, workers follow the ranks of the trainer.
     """
 
     def __init__(
