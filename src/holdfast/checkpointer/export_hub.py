@@ -30,7 +30,7 @@ from holdfast.checkpointer.events import (
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, NotFoundError, StorageError
 from holdfast.exporting import write_export
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
-from holdfast.exporting.planned_export import SHARD_NBYTES, export_settings, planned
+from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
 from holdfast.format.records import Place
 from holdfast.latch import Latch
 from holdfast.mapping import Rule
@@ -265,19 +265,27 @@ class ExportHub:
         began_s, series, draft = time.monotonic(), self._series, task.draft
         series.check(draft.step)
         self._clean()
-        path = str(series.folder / draft.name)
         with planned(selected(task.run, str(draft.place)), self._settings) as plan:
             try:
-                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
+                report = self._write(plan, draft, began_s)
             except ConfigurationError as error:  # a job with other options had begun it
                 if error.code != "config.destination":
                     raise
                 series.discard(draft)
-                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
+                report = self._write(plan, draft, began_s)
         series.publish(draft)
         if self._keep is not None:
             series.keep_newest(self._keep)
         return replace(report, path=str(series.path(draft.step)))
+
+    def _write(self, plan: PlannedExport, draft: ExportDraft, began_s: float) -> ExportReport:
+        path = self._series.folder / draft.name
+        try:
+            return write_export(plan, str(path), self._settings.to, workforce=on_executor(None), began_s=began_s)
+        except StorageError as error:
+            if error.code == "storage.full" and path.exists():  # others, as the saves, need the space
+                self._series.discard(draft)
+            raise
 
     def _clean(self) -> None:
         """Finish interrupted removals. One that fails is no reason to export nothing more."""
