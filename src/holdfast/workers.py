@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from holdfast.errors import ConfigurationError, ErrorWire, HoldfastError, StorageError, from_wire, to_wire
+from holdfast.wording import kind_of
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -83,7 +84,7 @@ def run_tasks(tasks: Sequence[Task[T]], executor: Executor, *, finished: Callabl
     done: set[int] = set()
     try:
         for task in tasks:
-            futures[executor.submit(_attempt, task)] = task
+            futures[_submitted(executor, task)] = task
         for future in as_completed(futures):
             outcome = future.result()
             if isinstance(outcome, ErrorWire):
@@ -100,6 +101,17 @@ def run_tasks(tasks: Sequence[Task[T]], executor: Executor, *, finished: Callabl
         for future in futures:
             future.cancel()
         raise
+
+
+def _submitted(executor: Executor, task: Task[T]) -> Future[_Outcome[T]]:
+    future: Future[_Outcome[T]] | None = executor.submit(_attempt, task)
+    if future is None:
+        raise ConfigurationError(
+            f"submit of {kind_of(executor)} returned None in place of a Future.",
+            code="config.executor",
+            action="Have submit return a concurrent.futures.Future, which gets the result of the task.",
+        )
+    return future
 
 
 def _attempt(task: Task[T]) -> _Outcome[T]:

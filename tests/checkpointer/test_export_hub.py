@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from threading import Event as Gate
@@ -21,13 +22,14 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from holdfast import Checkpointer, EverySteps, ExportHub, KeepLast, Memory, exporting
 from holdfast.checkpointer import export_hub
-from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError, StorageError
 from holdfast.exporting import file_tasks
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
 from holdfast.format.records import Place
 from holdfast.io.writer import write_file
 from holdfast.mapping import Rename
 from holdfast.observing import Event, EventSource, ExportFailed, ExportFinished
+from tests.store.test_posix_storage import mounted
 from tests.support.models import start_new_job
 from tests.support.nursery import start, until
 from tests.support.ranks import run_ranks
@@ -188,6 +190,44 @@ def test_a_wrong_option_is_told_at_the_first_commit_and_close_raises_it(
     assert not (tmp_path / "hf").exists()
     errors = [each.getMessage() for each in caplog.records if each.levelno >= logging.ERROR]
     assert "step 2 is not exported: [" in errors[0]
+
+
+def test_a_wrong_option_is_told_once_for_each_step_and_never_as_slow_exports(run: str, tmp_path: Path) -> None:
+    hub, told = ExportHub(tmp_path / "hf", every=2, select="modell"), Told()
+    with pytest.raises(IncompatibleError):
+        trained(run, hub, told, total=9, waits=False)
+    steps = [step for step, _ in told.failed]
+    assert sorted(set(steps)) == sorted(steps)
+    assert {code for _, code in told.failed} == {"incompatible.select"}
+
+
+def test_no_thread_of_a_hub_is_left_after_an_exception_in_the_loop(run: str, tmp_path: Path) -> None:
+    hub, model = ExportHub(tmp_path / "hf", every=1), state_at(1)
+
+    def train() -> None:
+        with Checkpointer(run, {"model": model}, memory=None, listeners=[hub]) as checkpointer:
+            checkpointer.save(1)
+            checkpointer.wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "holdfast-export"])
+
+
+def test_an_export_that_finds_the_disk_full_leaves_nothing_there(run: str, tmp_path: Path) -> None:
+    told = Told()
+    # Space is there when the export begins, and no inode for its third file.
+    with mounted(tmp_path / "disk", "tmpfs", "size=4m,nr_inodes=5") as folder:
+        with pytest.raises(StorageError):
+            trained(run, ExportHub(folder / "hf", every=2), told, total=3)
+        assert told.failed == [(2, "storage.full")]
+        assert list((folder / "hf").iterdir()) == []
+
+
+def test_a_folder_without_a_name_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="not an empty text"):
+        ExportHub("")
 
 
 def test_a_later_export_that_succeeds_takes_the_error_away(

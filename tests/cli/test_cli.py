@@ -248,8 +248,13 @@ def test_a_file_url_names_a_run(run: Path) -> None:
         ([".metadata", "__0_0.distcp"], "", "it is a checkpoint of torch.distributed.checkpoint"),
         (["latest", "global_step10"], "", "it is a DeepSpeed checkpoint folder"),
         (["model.safetensors"], "model.safetensors", "it is a safetensors file. It is not a run, but"),
-        (["model.pt"], "model.pt", "it is a file, such as torch.save writes. It is not a run, but holdfast.load"),
-        (["notes"], "notes", "it is a file. Name the folder of a run."),
+        (
+            ["model.pt"],
+            "model.pt",
+            "holdfast.load and holdfast.open read it, and holdfast import makes a run of it",
+        ),
+        (["config.json"], "config.json", "one file of a checkpoint of another system. Name its folder"),
+        (["notes"], "notes", "it is a file. Name the folder of a run; of other files, those are read that end with"),
     ],
 )
 def test_what_is_no_run_is_said_to_be_what_it_is(tmp_path: Path, names: list[str], target: str, said: str) -> None:

@@ -53,13 +53,18 @@ def test_the_document_for_programs_has_the_fields_of_the_report(run: Path, tmp_p
     assert document["path"] == str(tmp_path / "dcp")
 
 
+def test_an_export_without_a_format_is_for_hugging_face(run: Path, tmp_path: Path) -> None:
+    done = holdfast_command("export", run, tmp_path / "hf", "--select", "model", "--json")
+    assert done.json["to"] == "hf"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--to", "onnx"], "'onnx' is no format that holdfast writes"),
         (["--to", "hf", "--shard-size", "huge"], "--shard-size huge is no size"),
         (["--to", "hf", "--dtype", "int8"], "dtype must be a floating dtype"),
-        (["--to", "hf", "--dtype", "bf16"], "'bf16' is not a dtype"),
+        (["--to", "hf", "--dtype", "bf16"], "'bf16' is not a dtype: did you mean 'bfloat16'?"),
         (["--to", "dcp", "--config", "."], "a folder of dcp has no configuration"),
         (["--to", "hf", "--select", "{"], "has a brace outside of a field"),
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import os
+import re
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultSta
 import holdfast
 from holdfast import dcp
 from holdfast.dcp.replaced import mark_replaced
-from holdfast.errors import ConfigurationError, IncompatibleError
+from holdfast.errors import ConfigurationError, IncompatibleError, NotFoundError
 from holdfast.store.urls import location_of
 from tests.dcp.dcp_scripts import contents, load_app, save_app, trained
 from tests.support.bound import bits
@@ -88,12 +90,17 @@ def test_a_name_that_the_checkpoint_lacks_is_an_error_unless_the_planner_allows_
         dcp.load(state, checkpoint_id=tmp_path / "c")
     assert caught.value.code == "incompatible.names"
     assert "new" in str(caught.value)
-    assert "allow_partial_load=True" in caught.value.action
+    assert caught.value.action.startswith("Pass planner=DefaultLoadPlanner(allow_partial_load=True)")
     assert not state["model"]["w"].any(), "nothing is changed"
     dcp.load(state, checkpoint_id=tmp_path / "c", planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     assert state["new"].tolist() == [7.0, 7.0]
     assert state["step"] == 3
-    assert "does not have new" in caplog.text
+    assert "does not have new, which keeps its contents" in caplog.text
+
+
+def test_calls_that_torch_has_replaced_name_ours() -> None:
+    with pytest.raises(AttributeError, match=r"call holdfast\.dcp\.load\."):
+        _ = dcp.load_state_dict
 
 
 def test_another_dtype_is_refused_where_dcp_would_lose_digits(tmp_path: Path) -> None:
@@ -147,10 +154,31 @@ def die(*_, **__):
 
 if sys.argv[2] == "before the commit":
     dcp_saving.save_over = die
+elif sys.argv[2] == "in the only save":
+    from holdfast.store.posix import PosixStore
+    create = PosixStore.create
+    PosixStore.create = lambda store, key, data: die() if key.startswith("history/") else create(store, key, data)
 elif sys.argv[2] == "before the deletion":
     dcp_saving.remove_replaced = die
 dcp.save({"x": 5}, checkpoint_id=sys.argv[1])
 """
+
+
+def test_a_folder_whose_only_save_was_killed_is_told_from_a_whole_one(tmp_path: Path) -> None:
+    dcp.save({"x": 1}, checkpoint_id=tmp_path / "step-0")
+    assert run_script(KILLED, str(tmp_path / "step-1"), "in the only save").status == -signal.SIGKILL
+    assert (tmp_path / "step-1" / "holdfast.json").exists()
+    folders = [str(tmp_path / f"step-{step}") for step in range(3)]
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "dcp.md").read_text()
+    (line,) = re.findall(r"^saved = .*$", guide, re.MULTILINE)
+    exec(line, names := {"folders": folders, "os": os, "holdfast": holdfast})
+    assert names["saved"] == folders[:1]
+    with pytest.raises(NotFoundError, match=r"not_found\.head.* load the folder of an earlier save"):
+        dcp.load({"x": 0}, checkpoint_id=folders[1])
+    dcp.save({"x": 2}, checkpoint_id=folders[1])
+    state: dict[str, Any] = {"x": 0}
+    dcp.load(state, checkpoint_id=folders[1])
+    assert state["x"] == 2
 
 
 @pytest.mark.parametrize("when", ["before the commit", "before the deletion"])

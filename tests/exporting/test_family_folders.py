@@ -144,6 +144,17 @@ def test_the_names_that_a_configuration_gives_are_those_of_the_class(tmp_path: P
         assert family_in(base).difference(files_of(base)) == ((), ()), options
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_export_whose_shapes_are_those_of_another_configuration_is_refused(tmp_path: Path, name: str) -> None:
+    model, folder = made(name, 1), tmp_path / "old"
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 64}))
+    with pytest.raises(holdfast.IncompatibleError, match=r"has the shape \[60, 16\], and .* asks for \[64, 16\]"):
+        holdfast.export(folder, tmp_path / "new", config=folder)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(("saved", "configured"), [(True, False), (False, True)])
 def test_a_head_that_is_tied_only_in_the_state_or_the_configuration_is_refused(
     tmp_path: Path, *, saved: bool, configured: bool

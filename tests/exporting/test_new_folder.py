@@ -8,7 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -196,3 +198,22 @@ def test_wrong_options_are_refused_before_anything_is_read(tmp_path: Path) -> No
         holdfast.export(tmp_path / "none", tmp_path / "hf", shard_nbytes=0)
     with pytest.raises(TypeError, match="a list of rules"):
         holdfast.export(tmp_path / "none", tmp_path / "hf", mapping=["a"])  # type: ignore[list-item]
+
+
+def test_of_two_equal_exports_at_once_one_succeeds_and_the_other_is_told_why(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"model": {f"w{n}": torch.full((300, 300), float(n)) for n in range(20)}}, 1)
+    for turn in range(3):
+        together, dst = threading.Barrier(2), tmp_path / f"new-{turn}"
+
+        def export(together: threading.Barrier = together, dst: Path = dst) -> object:
+            together.wait()
+            try:
+                return holdfast.export(tmp_path / "run", dst, shard_nbytes=400_000)
+            except holdfast.ConfigurationError as error:
+                return error.code
+
+        with ThreadPoolExecutor(2) as pool:
+            found = [each.result() for each in [pool.submit(export) for _ in range(2)]]
+        assert sorted(map(str, map(type, found))) == sorted(map(str, (str, holdfast.ExportReport)))
+        assert "config.destination" in found
+        assert sum(len(load_file(file)) for file in dst.glob("*.safetensors")) == 20

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,40 @@ def test_an_import_that_failed_leaves_no_checkpoint_and_can_be_done_again(tmp_pa
     assert bits(holdfast.open(tmp_path / "run")["model.embed.weight"][...]) == bits(
         some_tensors()["model.embed.weight"]
     )
+
+
+class Unwilling(Executor):
+    """An executor without workers."""
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
+        raise RuntimeError("no worker")
+
+
+class Silent(Executor):
+    """An executor whose author forgot to return the future."""
+
+    def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[Any]:
+        return None  # type: ignore[return-value]
+
+
+def test_an_executor_that_returns_no_future_is_named(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "hf", some_tensors(), 2)
+    with pytest.raises(holdfast.ConfigurationError, match=r"config\.executor.*submit of a Silent returned None"):
+        holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 3, executor=Silent())
+
+
+def test_an_import_that_is_repeated_with_another_step_names_the_files_of_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sharded(tmp_path / "hf", some_tensors(), 2)
+    with pytest.raises(holdfast.StorageError, match="no worker"):
+        holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 3, executor=Unwilling())
+    assert "goes on if it is repeated" in holdfast_command("ls", tmp_path / "run").out.replace("\n", " ")
+    assert "goes on if it is repeated" in holdfast_command("doctor", tmp_path / "run").out.replace("\n", " ")
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 4)
+    assert "the files of an interrupted import of another step or source" in caplog.text
+    assert folder.name in caplog.text
 
 
 def test_an_import_takes_little_memory_and_no_torch(tmp_path: Path) -> None:

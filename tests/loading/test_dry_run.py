@@ -357,7 +357,10 @@ def test_rules_that_do_not_fit_the_checkpoint_are_refused(text: str, told: str) 
         (MESH + '[[rule]]\nnames = "a"\nplace = { pp = "stage 4" }', r"rule 1 \(line 2\): the mesh has no axis 'pp'"),
         (MESH + '[[rule]]\nnames = "{"', r"brace.*rule 1 \(line 2\)"),
         (MESH + "[[rule]]\nnames = []", r"no names.*rule 1 \(line 2\)"),
-        (MESH + '[[rule]]\nnames = "a"\ndtype = "float"', r"'float' is not a dtype.*rule 1 \(line 2\)"),
+        (
+            MESH + '[[rule]]\nnames = "a"\ndtype = "float"',
+            r"'float' is not a dtype: .* 'float32'.*rule 1 \(line 2\)",
+        ),
     ],
 )
 def test_a_malformed_layout_says_what_and_where(text: str, told: str) -> None:

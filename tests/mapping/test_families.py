@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import holdfast
+from holdfast.decoding import decode_json
 from holdfast.mapping import family
+from holdfast.mapping.family_shapes import SizesConfig, shape_conflict
 
 HIDDEN, LAYERS, EXPERTS = 8, 3, 4
 CONFIG: dict[str, object] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS}
@@ -190,6 +192,32 @@ def test_names_that_are_not_those_of_the_configuration_are_refused(
     write_folder(tmp_path / "old", "llama")
     (tmp_path / "old" / "config.json").write_text(json.dumps({**config_of("llama"), **changed}))
     with pytest.raises(holdfast.IncompatibleError, match=message) as caught:
+        holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old")
+    assert caught.value.code == "incompatible.export"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("model.embed_tokens.weight", (60, 16), "[61, 16], by vocab_size"),
+        ("model.layers.0.self_attn.k_proj.weight", (16, 16), "[8, 16], by num_key_value_heads x head_dim"),
+        ("model.layers.1.mlp.down_proj.weight", (16, 32), "[16, 24], by intermediate_size"),
+        ("model.norm.weight", (8,), "[16], by the hidden size"),
+    ],
+)
+def test_shapes_that_contradict_the_configuration_are_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], wanted: str
+) -> None:
+    write_folder(tmp_path / "old", "llama")
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 61}
+    config = json.dumps({**config_of("llama"), **sizes, "intermediate_size": 24})
+    (tmp_path / "old" / "config.json").write_text(config)
+    found = shape_conflict(decode_json(config.encode(), SizesConfig), {name: shape})
+    assert found is not None
+    assert (found.name, found.shape) == (name, shape)
+    assert f"{list(found.configured)}, by {found.why}" == wanted
+    with pytest.raises(holdfast.IncompatibleError, match=r"has the shape .* asks for ") as caught:
         holdfast.export(tmp_path / "old", tmp_path / "new", config=tmp_path / "old")
     assert caught.value.code == "incompatible.export"
     assert not (tmp_path / "new").exists()

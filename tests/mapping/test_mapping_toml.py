@@ -148,7 +148,7 @@ def test_a_malformed_text_is_refused_and_says_where(text: str, word: str) -> Non
         (lambda: Rename("a.{i}", "b.{i:*}"), "no wildcards"),
         (lambda: Rename("a.{i}", "b.{j}"), "has fields that 'a.{i}' lacks: j"),
         (lambda: Drop("a.{1}"), "a brace outside of a field"),
-        (lambda: Cast("a", "fp32"), "'fp32' is not a dtype"),
+        (lambda: Cast("a", "fp32"), "'fp32' is not a dtype: did you mean 'float32'"),
         (lambda: Split("a", ["b"]), "two or more different names"),
         (lambda: Split("a", "bc"), "two or more different names"),
         (lambda: Split("a", ["b", "b"]), "two or more different names"),

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 import holdfast
+import holdfast.inference
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,11 +112,13 @@ ALL = (
     *("Bandwidths", "Checkpointer", "Memory", "PerRank", "Piecewise", "load", "open", "plan_load"),
     *("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "ls", "pin", "unpin", "remove"),
     *("Auto", "EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
+    *("inference.HTTPEngineClient", "inference.InferenceWorker", "inference.ModuleEngine", "inference.Publisher"),
     *("dcp.async_save", "dcp.load", "dcp.save"),
     *(
         "ExportHub",
         "export",
         "import_checkpoint",
+        "inference.StoredWeights",
         "mapping.family",
         "register_adapter",
         "register_tensor",

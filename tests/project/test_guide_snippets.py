@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -248,7 +248,7 @@ def publish_as_the_guide(code: str) -> float:
 
 
 def test_trainer_and_inference_ranks_pass_what_they_have() -> None:
-    code, _ = snippets("publishing")
+    code, *_ = snippets("publishing")
     assert run_ranks(2, publish_as_the_guide, code) == [12.0, 12.0]
 
 
@@ -296,7 +296,7 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "matrix": 2,  # `tests/jobs/test_matrix.py`
         "loading": 3,
         "policies": 3,
-        "publishing": 2,  # the second: tests/inference/test_publisher.py
+        "publishing": 3,  # the second: tests/inference/test_publisher.py
         "reading": 1,
         "retention": 1,
     }
@@ -353,6 +353,24 @@ class Metadata(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is that of the base class
         """Print nothing."""
+
+
+class ServedLinear(nn.Linear):
+    """A model of an engine with the parameters of a Linear."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            self.get_parameter(name).data.copy_(weight)
+
+
+def test_an_engine_of_ones_own_shows_what_was_published(job: Names) -> None:
+    model, left, right = job["model"], ServedLinear(2, 2), ServedLinear(2, 2)
+    assert isinstance(model, nn.Linear)
+    (code,) = (code for code in snippets("publishing") if "OwnEngine" in code)
+    exec(code, job | {"left": left, "right": right})
+    for served in (left, right):
+        assert torch.equal(served.weight, model.weight)
+        assert torch.equal(served.bias, model.bias)
 
 
 def test_a_cloud_announces_a_preemption_and_an_evaluation_is_broken_off(job: Names) -> None:

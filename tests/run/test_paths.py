@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.errors import ConfigurationError, NotFoundError
+from holdfast.errors import ConfigurationError, HoldfastError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.run.paths import Selection, parse
 from holdfast.store.base import Location
@@ -154,3 +154,12 @@ def test_all_ways_to_write_a_folder_resolve_to_one_text(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     ways = (tmp_path / "run", tmp_path / "link", tmp_path / "run" / ".." / "run", f"{tmp_path}//run/")
     assert {open_store(parse(way).location).resolved() for way in ways} == {str((tmp_path / "run").resolve())}
+
+
+@pytest.mark.parametrize("path", ["meta-llama/Llama-3-8B", "hf://meta-llama/Llama-3-8B"])
+def test_the_name_of_a_model_on_the_hub_is_to_be_downloaded(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HoldfastError, match=r"Hugging Face Hub.*ownload"):
+        holdfast.load(path, {"model": {}})

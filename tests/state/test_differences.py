@@ -55,6 +55,15 @@ def test_a_slip_of_the_finger_in_a_name_gets_the_right_one(run: Path) -> None:
     assert len(str(error).splitlines()) <= 6
 
 
+def test_a_part_that_the_checkpoint_does_not_have_is_left_out_by_select(run: Path) -> None:
+    module = model()
+    entries = {"model": module, "optimizer": stepped(module), "progress": {"epoch": 3}}
+    error = refused(run, entries | {"ema": {"decay": 0.9}})
+    assert "The checkpoint has nothing of 'ema'" in error.action
+    assert 'select=["model", "optimizer", "progress"]' in error.action
+    holdfast.load(run, into=entries | {"ema": {"decay": 0.9}}, select=["model", "optimizer", "progress"])
+
+
 def test_hyper_parameters_of_another_optimizer_are_not_said_to_be_renamed() -> None:
     ours = ["betas/0", "betas/1", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "foreach", "fused"]
     for name in ("momentum", "dampening", "nesterov"):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
+from threading import RLock, Thread
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from holdfast.checkpointer.events import (
@@ -30,7 +30,7 @@ from holdfast.checkpointer.events import (
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, NotFoundError, StorageError
 from holdfast.exporting import write_export
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
-from holdfast.exporting.planned_export import SHARD_NBYTES, export_settings, planned
+from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
 from holdfast.format.records import Place
 from holdfast.latch import Latch
 from holdfast.mapping import Rule
@@ -65,7 +65,7 @@ class _Sweep(NamedTuple):
     run: Location
 
 
-_Work: TypeAlias = _ExportTask | _Sweep | Latch | None
+_Work: TypeAlias = _ExportTask | _Sweep | Latch
 
 
 class ExportHub:
@@ -80,7 +80,8 @@ class ExportHub:
 
     A folder appears under its name when it is whole and durable, in the place of an older export of the step. If the
     job dies before, the next job on the run finishes it, or removes it where its checkpoint is gone. With `keep`, only
-    so many exports stay, those that were finished last. Give each run a folder of its own. It is a path, and no URL.
+    so many exports stay, those that were finished last; while the next one is written, the disk needs room for that,
+    too. Give each run a folder of its own. It is a path, and no URL.
     A folder, file or link with the name of a step that no `ExportHub` wrote stays as it is: the export of that step
     fails (code ``config.destination``), and others go on.
 
@@ -121,10 +122,13 @@ class ExportHub:
         self._last = last
         self._series = ExportSeries(_folder(os.fspath(folder)))
         self._tell: Callable[[Event], None] = _tell_nobody
-        #: The work that is due, for the thread; None ends it.
-        self._due: SimpleQueue[_Work] = SimpleQueue()
-        self._thread: Thread | None = None
-        self._is_first_rank = self._is_checked = False
+        #: The work that is due. A thread does it, and ends when nothing is left.
+        self._due: deque[_Work] = deque()
+        self._lock = RLock()
+        self._is_working = self._was_used = False
+        self._is_first_rank = False
+        #: The step of the first commit, by whose checkpoint the options are checked.
+        self._checked_step: int | None = None
         self._places: dict[int, Place] = {}
         #: The newest commit, as the task of its export; None before the first one and once it is due.
         self._newest: _ExportTask | None = None
@@ -134,6 +138,8 @@ class ExportHub:
         self._told: set[str] = set()
         #: The error of the newest export; None if it succeeded.
         self.error: HoldfastError | None = None
+        #: Why the options fit no checkpoint; None as far as is known.
+        self._refusal: HoldfastError | None = None
 
     def begin(self, tell: Callable[[Event], None]) -> None:
         """As `WorkingListener.begin`."""
@@ -158,13 +164,11 @@ class ExportHub:
         if is_last and self._last and self._newest is not None:
             self._put(self._newest)
             self._newest = None
-        if self._thread is None:
+        if not self._was_used:
             return
         done = Latch()
         self._put(done)
-        if is_last:
-            self._due.put(None)
-            self._thread, self._due = None, SimpleQueue()  # for another Checkpointer
+        self._was_used = not is_last  # another Checkpointer may follow
         if not done.wait(timeout_s):
             raise DeadlineError(
                 f"The export into '{self._series.folder}' was not finished within {timeout_s:.0f} s.",
@@ -186,8 +190,8 @@ class ExportHub:
 
     def _committed(self, run: Location, draft: ExportDraft) -> None:
         self._places = {step: place for step, place in self._places.items() if step > draft.step}
-        if not self._is_checked:
-            self._is_checked = True
+        if self._checked_step is None:
+            self._checked_step = draft.step
             self._put(_ExportTask(run, draft, is_check=True))
         if self._every is None or draft.step // self._every <= self._done // self._every:
             self._newest = _ExportTask(run, draft)
@@ -198,28 +202,32 @@ class ExportHub:
         self._put(_ExportTask(run, draft, lease))
 
     def _put(self, work: _Work) -> None:
-        if self._thread is None:
-            self._thread = Thread(target=self._run, args=(self._due,), name="holdfast-export", daemon=True)
-            self._thread.start()
-        self._due.put(work)
+        with self._lock:
+            self._due.append(work)
+            self._was_used = True
+            if self._is_working:
+                return
+            self._is_working = True
+        Thread(target=self._run, name="holdfast-export", daemon=True).start()
 
-    def _run(self, due: SimpleQueue[_Work]) -> None:
+    def _run(self) -> None:
         """The thread: does what is due, in its order, but gives up exports that newer ones have overtaken."""
         while True:
-            batch = [due.get()]
-            while not due.empty():
-                batch.append(due.get())
+            with self._lock:
+                batch = list(self._due)
+                self._due.clear()
+                if not batch:
+                    self._is_working = False
+                    return
             exports = [each for each in batch if isinstance(each, _ExportTask) and not each.is_check]
             for each in batch:
                 match each:
-                    case None:
-                        return
                     case Latch():
                         each.set()
                     case _Sweep():
                         self._sweep(each.run)
                     case _ExportTask() if each in exports[:-1]:
-                        self._end(each, _overtaken(each.draft.step, exports[-1].draft.step))
+                        self._end(each, self._refusal or _overtaken(each.draft.step, exports[-1].draft.step))
                     case _ExportTask():
                         self._try(each)
 
@@ -231,21 +239,25 @@ class ExportHub:
             report = self._export(task)
         except HoldfastError as error:
             if not (task.is_check and isinstance(error, NotFoundError)):  # deleted meanwhile; nothing was asked for
-                self._end(task, error)
+                is_told = self._refusal is not None and str(self._refusal) == str(error)
+                self._refusal = error if task.is_check else self._refusal
+                self._end(task, error, is_told=is_told and task.draft.step == self._checked_step)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end training
             _log.exception("step %d could not be exported", task.draft.step)
             self._end(task, _unexpected(task.draft.step, error))
         else:
             LOG.info("exported %s, to %s", report.summary, report.path)
-            self.error = None
+            self.error = self._refusal = None
             self._end(task, None)
             self._tell(ExportFinished(report.step, report.path, report.written_nbytes, report.seconds))
 
-    def _end(self, task: _ExportTask, error: HoldfastError | None) -> None:
+    def _end(self, task: _ExportTask, error: HoldfastError | None, *, is_told: bool = False) -> None:
+        """The end of a task. With `is_told`, the log has its error already, from the check of the same step."""
         if task.lease is not None:
             task.lease.end()
         if error is not None:
             self.error = error
+        if error is not None and not is_told:
             _log.error("step %d is not exported: %s", task.draft.step, error)
             self._tell(ExportFailed(task.draft.step, error))
 
@@ -253,19 +265,27 @@ class ExportHub:
         began_s, series, draft = time.monotonic(), self._series, task.draft
         series.check(draft.step)
         self._clean()
-        path = str(series.folder / draft.name)
         with planned(selected(task.run, str(draft.place)), self._settings) as plan:
             try:
-                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
+                report = self._write(plan, draft, began_s)
             except ConfigurationError as error:  # a job with other options had begun it
                 if error.code != "config.destination":
                     raise
                 series.discard(draft)
-                report = write_export(plan, path, self._settings.to, workforce=on_executor(None), began_s=began_s)
+                report = self._write(plan, draft, began_s)
         series.publish(draft)
         if self._keep is not None:
             series.keep_newest(self._keep)
         return replace(report, path=str(series.path(draft.step)))
+
+    def _write(self, plan: PlannedExport, draft: ExportDraft, began_s: float) -> ExportReport:
+        path = self._series.folder / draft.name
+        try:
+            return write_export(plan, str(path), self._settings.to, workforce=on_executor(None), began_s=began_s)
+        except StorageError as error:
+            if error.code == "storage.full" and path.exists():  # others, as the saves, need the space
+                self._series.discard(draft)
+            raise
 
     def _clean(self) -> None:
         """Finish interrupted removals. One that fails is no reason to export nothing more."""
@@ -307,6 +327,8 @@ class ExportHub:
 
 
 def _folder(path: str) -> Path:
+    if not path.strip():
+        raise ValueError("folder is the path of a folder for the exports, not an empty text")
     place = location_of(path)
     if place.folder is None:
         raise ConfigurationError(

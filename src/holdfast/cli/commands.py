@@ -192,7 +192,7 @@ def export(
             metavar="FORMAT",
             help="hf: Hugging Face; peft: an adapter; dcp: PyTorch DCP; megatron: Megatron-core; deepspeed-universal.",
         ),
-    ],
+    ] = "hf",
     select: Annotated[
         list[str] | None,
         typer.Option("--select", metavar="GLOB", help="Write only names that match; may be repeated."),
@@ -414,7 +414,12 @@ def import_checkpoint(
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run.")],
     *,
-    step: Annotated[int, typer.Option("--step", min=0, help="The number of the step that the checkpoint is of.")],
+    step: Annotated[
+        int,
+        typer.Option(
+            "--step", min=0, help="The last finished step, counted from 0; a job goes on with the one after it."
+        ),
+    ],
     workers: WorkersOption = None,
     read_back: ReadBackOption = False,
     as_json: JsonOption = False,

@@ -69,7 +69,7 @@ def _show(document: LsDocument, name: str) -> None:
         say(screen, f"{name}: {_total(document.lineage)}")
         screen.print(_table(document.lineage))
     elif not document.findings:
-        say(screen, f"{name}: no checkpoint has been committed yet.")
+        say(screen, f"{name}: no checkpoint has been committed yet. An interrupted import goes on if it is repeated.")
     if document.forked_from is not None:
         fork = document.forked_from
         say(screen, f"\na fork of step {fork.step} at {fork.place} of run {fork.run_id}: {printable(fork.path)}")

@@ -33,15 +33,14 @@ from typing import Any, Final, NamedTuple, TypeVar, overload
 import msgspec
 
 from holdfast.control.channel_errors import (
-    ended,
     is_ahead,
     late,
     out_of_step,
-    ranges,
     told_of,
     what,
     with_local_traceback,
 )
+from holdfast.control.channel_members import ChannelMembers
 from holdfast.control.deadline import Deadline
 from holdfast.control.envelopes import (
     Broadcast,
@@ -85,9 +84,10 @@ R = TypeVar("R")
 
 
 class _Awaited(NamedTuple):
-    """The keys that a rank waits for, by the rank that should store each, and `obituary`, which makes the message to
-    store for a rank that has ended."""
+    """The keys that a rank waits for in a phase, by the rank that should store each, and `obituary`, which makes the
+    message to store for a rank that has ended."""
 
+    phase: str
     keys: dict[int, str]
     obituary: Callable[[int], msgspec.Struct]
 
@@ -107,7 +107,7 @@ class Channel:
     `label` names the operation in error texts ("save of step 700"); `step` orders it among others. `meeting` may be
     None in a world of one. A call blocks until this rank's part is done or the deadline has passed, even where the
     store hangs. Payloads may be large: they are sent in chunks. Where a rank of the same node was killed, the ranks
-    that wait for it fail at once and name it.
+    that wait for it fail at once and name it. `members` has the words for ranks in messages.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class Channel:
         label: str,
         step: int | None = None,
         group_size: int = GROUP_SIZE,
+        members: ChannelMembers | None = None,
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in a world of {world_size}")
@@ -127,6 +128,7 @@ class Channel:
         self.rank = rank
         self.world_size = world_size
         self.label = label
+        self.members = members or ChannelMembers()
         self._step = step
         self._meeting = meeting
         self._group_size = group_size
@@ -149,6 +151,7 @@ class Channel:
             label=self.label,
             step=self._step,
             group_size=self._group_size,
+            members=self.members,
         )
 
     def leave(self) -> None:
@@ -284,7 +287,8 @@ class Channel:
             self._awaited = None  # breaks a reference cycle, so that the channel is freed without the garbage collector
 
     def _look_after(self) -> None:
-        """Store obituaries for ranks of this node that ended before they stored the keys that this rank waits for."""
+        """Store obituaries for ranks of this node that ended before they stored the keys that this rank waits for, and
+        the errors of ranks that are given up."""
         awaited = self._awaited
         if awaited is None or self._meeting is None:
             return
@@ -298,6 +302,12 @@ class Channel:
             # `claim` leaves a message that the rank did store.
             self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
         self._found_ended = ended
+        for rank, error in tuple(self.members.given_up.items()):
+            # The first rank of its group waits for it, and may not know that it will not come.
+            own_key = f"up/{self._num_gathers - 1}/{rank}"
+            self._meeting.claim(own_key, packed(self._up(awaited.phase, error, is_first=False)))
+            if awaited.keys.get(rank, own_key) != own_key:
+                self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
 
     def _catch_up(self, why: str) -> None:
         """Go on to the keys of the next operation, where this rank waits for the others."""
@@ -319,7 +329,8 @@ class Channel:
         failed = [(rank, up.error) for rank, up in enumerate(ups) if up.error is not None]
         if failed:
             rank, wire = failed[0]
-            where = f"rank {rank} failed in {self._what(phase)} ({len(failed)} of {self.world_size} ranks failed)"
+            who, number = self.members.names([rank]), f"{len(failed)} of {self.world_size} ranks failed"
+            where = f"{who} failed in {self._what(phase)} ({number})"
             return from_wire(msgspec.structs.replace(wire, message=f"{where}: {wire.message}", rank=rank))
         try:
             return answer([up.payload for up in ups])
@@ -358,7 +369,9 @@ class Channel:
         """The contributions of this rank's group, or the ranks that did not contribute in time."""
         members = self._members(self.rank)[1:]
         keys = [f"up/{number}/{member}" for member in members]
-        self._await(members, keys, lambda rank: self._up(own.phase, ended(rank), is_first=False))
+        self._await(
+            own.phase, members, keys, lambda rank: self._up(own.phase, self.members.ended(rank), is_first=False)
+        )
         absent = self._absent(members, keys, deadline.remaining_s(), is_first=number == 0)
         if absent:
             return GroupEnvelope((), tuple(absent))
@@ -370,7 +383,7 @@ class Channel:
         """The contributions of all ranks, in rank order. On rank 0 only."""
         leaders = range(self._group_size, self.world_size, self._group_size)
         keys = [f"group/{number}/{leader}" for leader in leaders]
-        self._await(leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
+        self._await(phase, leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
         missing = self._absent(leaders, keys, deadline.remaining_s(graces=1), is_first=number == 0)
         arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
         groups = [own, *(self._mailbox.take(key, GroupEnvelope) for key in arrived)]
@@ -397,7 +410,7 @@ class Channel:
         if other is None:
             return
         up = ups[other]
-        error = out_of_step(other, what(up.phase, up.label), self._what(phase))
+        error = out_of_step(other, what(up.phase, up.label), self._what(phase), self.members)
         steps = [up.step for up in ups if up.step is not None]
         behind = min(steps) if is_first and len(steps) == len(ups) else self._step
         self._send_down(phase, error, step=behind)
@@ -415,8 +428,8 @@ class Channel:
         absent = [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
         if early_s == timeout_s or not absent:
             return absent
-        who = ranges(absent)
-        _log.warning("%s has waited for rank %s for %.0f s: every rank must make this call", self.label, who, early_s)
+        who = self.members.names(absent)
+        _log.warning("%s has waited for %s for %.0f s: every rank must make this call", self.label, who, early_s)
         return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
 
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
@@ -438,7 +451,12 @@ class Channel:
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         key, readers = f"down/{number}", f"down/{number}/read"
-        self._await([0], [key], lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(ended(rank))))
+        self._await(
+            phase,
+            [0],
+            [key],
+            lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(self.members.ended(rank))),
+        )
         if not self._shared.wait([key], deadline.remaining_s(graces=2)):
             missed = self._late([0], phase, deadline)
             self._shared.set("left", b"")
@@ -452,7 +470,7 @@ class Channel:
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError(down.error.message)
         if down.error is None and (down.phase, down.label) != (phase, self.label):
-            raise out_of_step(self.rank, self._what(phase), what(down.phase, down.label))
+            raise out_of_step(self.rank, self._what(phase), what(down.phase, down.label), self.members)
         return down
 
     def _is_past(self, down: Broadcast, error: ErrorWire) -> bool:
@@ -474,9 +492,11 @@ class Channel:
             time.sleep(_TOGETHER_S / 20)
         return True
 
-    def _await(self, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]) -> None:
+    def _await(
+        self, phase: str, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]
+    ) -> None:
         """Note the `keys` that this rank is about to wait for."""
-        self._awaited = _Awaited(dict(zip(ranks, keys, strict=True)), obituary)
+        self._awaited = _Awaited(phase, dict(zip(ranks, keys, strict=True)), obituary)
 
     def _learn(self, processes: dict[int, Process | None]) -> None:
         """Remember the process of each rank that reported one."""
@@ -501,5 +521,5 @@ class Channel:
 
     def _late(self, absent: list[int], phase: str, deadline: Deadline) -> DeadlineError:
         assert self._meeting is not None
-        strayed = told_of(absent, self._meeting.whereabouts, label=self.label)
-        return late(absent, self._what(phase), deadline.timeout_s, strayed)
+        strayed = told_of(absent, self._meeting.whereabouts, self.members, label=self.label)
+        return late(absent, self._what(phase), deadline.timeout_s, strayed, self.members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from holdfast.control.channel_members import ChannelMembers
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
 
 #: Number of absent ranks whose last operation an error names.
@@ -19,17 +20,6 @@ def what(phase: str, label: str) -> str:
 def is_ahead(step: int | None, of: int | None) -> bool:
     """Whether an operation is of a later step than another one; False where either has no step."""
     return step is not None and of is not None and step > of
-
-
-def ended(rank: int) -> DeadlineError:
-    """The error that is contributed for a rank whose process has ended."""
-    return DeadlineError(
-        f"the process of rank {rank} has ended.",
-        code="timeout.rank_ended",
-        action=f"Read the log of rank {rank} for the cause, then restart the job.",
-        rank=rank,
-        absent=(rank,),
-    )
 
 
 def with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int, is_alone: bool) -> HoldfastError:
@@ -47,41 +37,32 @@ def with_local_traceback(error: HoldfastError, outcome: Exception, *, rank: int,
     return error
 
 
-def out_of_step(rank: int, found: str, expected: str) -> ConfigurationError:
+def out_of_step(rank: int, found: str, expected: str, members: ChannelMembers) -> ConfigurationError:
     """The error about a rank that is in another phase, or another operation, than rank 0."""
     return ConfigurationError(
-        f"rank {rank} is in {found} while rank 0 is in {expected}.",
+        f"{members.names([rank])} is in {found} while rank 0 is in {expected}.",
         code="config.call_order",
         action="Make the same holdfast calls in the same order, with the same step, on every rank.",
         rank=rank,
     )
 
 
-def ranges(ranks: Sequence[int]) -> str:
-    """Sorted `ranks` as text for a message, runs of three and more as ``64-127``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-
-
-def late(absent: Sequence[int], expected: str, timeout_s: float, strayed: str) -> DeadlineError:
+def late(
+    absent: Sequence[int], expected: str, timeout_s: float, strayed: str, members: ChannelMembers
+) -> DeadlineError:
     """The error about ranks that did not come in time; `strayed` is what `told_of` says of them."""
-    who = "rank" if len(absent) == 1 else "ranks"
     return DeadlineError(
-        f"{who} {ranges(absent)} did not reach {expected} within {timeout_s:g} s{strayed}.",
+        f"{members.names(absent)} did not reach {expected} within {timeout_s:g} s{strayed}.",
         code="timeout.ranks",
-        action=f"Read the log of {who} {ranges(absent)} for the cause. Every rank must make this call; if ranks "
-        "are only slow, raise timeout_s.",
+        action=members.advice(absent),
         rank=absent[0] if len(absent) == 1 else None,
         absent=tuple(absent),
     )
 
 
-def told_of(absent: Sequence[int], whereabouts: Callable[[int], str | None], *, label: str) -> str:
+def told_of(
+    absent: Sequence[int], whereabouts: Callable[[int], str | None], members: ChannelMembers, *, label: str
+) -> str:
     """For an error text: the last operations of the first `_MAX_TOLD` absent ranks, where they differ from `label`."""
     strayed: dict[str | None, list[int]] = {}
     for rank in absent[:_MAX_TOLD]:
@@ -89,7 +70,7 @@ def told_of(absent: Sequence[int], whereabouts: Callable[[int], str | None], *, 
         if place != label:
             strayed.setdefault(place, []).append(rank)
     told = ", ".join(
-        f"rank {ranges(ranks)} {'made no call yet' if place is None else f'was last in {place}'}"
+        f"{members.names(ranks)} {'made no call yet' if place is None else f'was last in {place}'}"
         for place, ranks in strayed.items()
     )
     return f" ({told})" if told else ""

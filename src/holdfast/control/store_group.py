@@ -5,17 +5,19 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from holdfast.control.channel import Channel
+from holdfast.control.channel_members import ChannelMembers
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import GroupStore, TorchMeeting
 
 
 class StoreGroup:
     """This process as rank `rank` of `world_size` processes that share `store`. Every rank makes the same channels in
-    the same order, as with `default_channel`. The group keeps the store alive."""
+    the same order, as with `default_channel`. The group keeps the store alive. `members` name the ranks in messages."""
 
-    def __init__(self, store: dist.Store, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, *, rank: int, world_size: int, members: ChannelMembers) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.members = members
         self._store = store
         self._job = GroupStore(store)
 
@@ -23,4 +25,4 @@ class StoreGroup:
         """A channel between all ranks of the group, for one operation."""
         name = "holdfast-jobs"
         meeting = TorchMeeting(self._job, name, self._job.next_number(name), deadline=deadline)
-        return Channel(meeting, rank=self.rank, world_size=self.world_size, label=label)
+        return Channel(meeting, rank=self.rank, world_size=self.world_size, label=label, members=self.members)

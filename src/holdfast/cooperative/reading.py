@@ -271,11 +271,12 @@ class CooperativeReading:
         absent."""
         for rank, read in enumerate(reads):
             if read.absent:
-                absent, names = read.absent, ", ".join(map(str, read.absent))
+                absent = tuple(sorted(read.absent))
+                who, others = self._channel.members.names([rank]), self._channel.members.names(absent)
                 raise DeadlineError(
-                    f"rank {rank} timed out waiting for data from rank {names}.",
+                    f"{who} timed out waiting for data from {others}.",
                     code="timeout.ranks",
-                    action=f"Read the log of rank {names} for the cause; if it is only slow, raise timeout_s.",
+                    action=f"Read the log of {others} for the cause; if it is only slow, raise timeout_s.",
                     rank=absent[0],
                     absent=absent,
                 )

@@ -45,6 +45,9 @@ def __getattr__(name: str) -> object:
     """Modules of torch that scripts reach through DCP; an error that says more for other names that DCP has."""
     if name in _MODULES:
         return importlib.import_module(f"torch.distributed.checkpoint.{name}")
+    if name in ("load_state_dict", "save_state_dict"):
+        verb = name.removesuffix("_state_dict")
+        raise AttributeError(f"holdfast.dcp has no {name!r}, which torch has replaced: call holdfast.dcp.{verb}.")
     if hasattr(checkpoint, name):
         raise AttributeError(
             f"holdfast.dcp has no {name!r}: it plans and stores by itself, and has save, async_save and load. To use "

@@ -13,7 +13,7 @@ from holdfast.calls import CHECKPOINTER_RESTORE, LOAD, PLAIN, outer, refuse_nest
 from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, is_partial, participants, plain_states
 from holdfast.dcp.dcp_storage import source
-from holdfast.errors import IncompatibleError
+from holdfast.errors import IncompatibleError, NotFoundError
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
 from holdfast.phases import attempt, done
@@ -22,9 +22,14 @@ from holdfast.state.differences import listing
 _log = logging.getLogger(__name__)
 
 #: Errors of a load name the arguments of `holdfast.load`, which DCP does not have.
-_ADVICE: Final = (
-    "(select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder. Here, "
-    "planner=DefaultLoadPlanner(allow_partial_load=True) leaves alone what the checkpoint does not have.)"
+_ADVICE: Final = "(select=, mapping=, cast= and strict= are arguments of holdfast.load, which reads the same folder.)"
+_NAMES_ADVICE: Final = (
+    "Pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave alone what the checkpoint does not have, or "
+    "call holdfast.load, which reads the same folder, and takes mapping= and strict=False."
+)
+_EMPTY_ADVICE: Final = (
+    "Its only save may have been killed: load the folder of an earlier save. holdfast.ls(folder) is empty for a folder "
+    "like this one."
 )
 
 
@@ -64,11 +69,16 @@ def load(
     into = done(states)
     try:
         report = load_over(channel, deadline, target, into, options, ranks=ranks)
+    except NotFoundError as error:
+        if error.code == "not_found.head":
+            error.action = _EMPTY_ADVICE
+        raise
     except IncompatibleError as error:
-        error.action = f"{error.action} {_ADVICE}"
+        error.action = _NAMES_ADVICE if error.code == "incompatible.names" else f"{error.action} {_ADVICE}"
         raise
     if report.missing and channel.rank == 0:
-        _log.warning("'%s' does not have %s, which keep their contents", target, listing(list(report.missing)))
+        keeps = "keeps its" if len(report.missing) == 1 else "keep their"
+        _log.warning("'%s' does not have %s, which %s contents", target, listing(list(report.missing)), keeps)
     for key, filled in into.items():
         item = state_dict[key]
         if isinstance(item, Stateful):

@@ -66,7 +66,8 @@ def export(
 
     Raises:
         NotFoundError: there is no such checkpoint.
-        ConfigurationError: `dst` holds something else, or the options do not fit together; nothing is written.
+        ConfigurationError: `dst` holds something else, another call writes to it now, or the options do not fit
+            together; nothing is written.
         IncompatibleError: a rule or a glob fits nothing, two tensors would get one name, or the format has no such
             dtype or no place for a part of the state; nothing is written.
         CorruptError: stored bytes are damaged, or those read back are not those that were written.

@@ -32,6 +32,7 @@ from holdfast.exporting.file_tasks import (
     task_groups,
 )
 from holdfast.exporting.new_folder import NewFolder
+from holdfast.exporting.only_writer import only_writer
 from holdfast.interop.stored_source import StoredSource
 from holdfast.io.buffers import window_pools
 from holdfast.io.side_by_side import write_side_by_side
@@ -143,11 +144,31 @@ def write_folder(
     bytes done since its last call, of such files too. `finish` is the last step, for what lies outside of the folder: a
     call that continues an interrupted one makes it again.
 
-    Raises as `finished_files`, and `StorageError`, code ``storage.full``, where the disk lacks the space: both before
-    anything is written. Later errors leave a folder that the same call continues.
+    Raises as `finished_files`, also where another call writes to the folder now (``config.destination``), and
+    `StorageError`, code ``storage.full``, where the disk lacks the space: all before anything is written. Later errors
+    leave a folder that the same call continues.
     """
     found = finished_files(storage, folder, state)
     _check_space(storage, sum(file.nbytes for file in folder.files if file.name not in found.digests))
+    place = storage.location.folder
+    if place is not None and not place.exists():
+        storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))  # makes the folder, durably
+    with only_writer(place):
+        return _write(storage, folder, state, workforce, advance, read_back=read_back, finish=finish)
+
+
+def _write(
+    storage: Store,
+    folder: NewFolder,
+    state: StoredState,
+    workforce: Workforce,
+    advance: Callable[[int], None],
+    *,
+    read_back: bool,
+    finish: Callable[[], None] | None,
+) -> WrittenFolder:
+    """As `write_folder`, where no other call of this machine writes to the folder."""
+    found = finished_files(storage, folder, state)
     small_kept, small_nbytes = list[str](), 0
     call = ExportCall.new(folder.digest)
     found = _begin(storage, folder, state, found, call)

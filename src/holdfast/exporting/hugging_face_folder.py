@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -24,6 +24,7 @@ from holdfast.format.names import shown, split
 from holdfast.geometry import Shape, whole
 from holdfast.mapping.families import Family, is_family
 from holdfast.mapping.family_names import FamilyConfig
+from holdfast.mapping.family_shapes import SizesConfig, shape_conflict
 from holdfast.wording import count
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ def hugging_face_folder(
     files = [safetensors_file(home, shard, names) for home, shard in zip(homes, shards, strict=True)]
     copied = {} if config is None else _configuration(config, dtype)
     if config is not None:
-        _check_family(config, copied[_CONFIG], set(names.values()))
+        _check_family(config, copied[_CONFIG], {names[one.name]: one.shape for _, one in choice.tensors})
     last = {} if total < 2 else {_INDEX: _index(homes, shards, names)}
     return NewFolder(identity, copied, files, last, len(choice.tensors))
 
@@ -168,11 +169,13 @@ def _index(homes: Sequence[str], shards: Sequence[Sequence[ExportTensor]], names
     return (json.dumps(index, indent=2) + "\n").encode("ascii")
 
 
-def _check_family(folder: Path, config: bytes, names: Collection[str]) -> None:
-    """Refuse names that are not those of the model that `config` describes: `from_pretrained` would make up tensors
-    that are missing, and ignore others. Only families whose names are known are checked; the log tells of others."""
+def _check_family(folder: Path, config: bytes, shapes: Mapping[str, Shape]) -> None:
+    """Refuse names and shapes that are not those of the model that `config` describes: `from_pretrained` would make up
+    tensors that are missing, ignore others, and refuse shapes. Only families that are known are checked; the log tells
+    of others."""
+    names = shapes.keys()
     try:
-        known = decode_json(config, FamilyConfig)
+        known, sizes = decode_json(config, FamilyConfig), decode_json(config, SizesConfig)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         _log.warning(_UNCOMPARED, folder / _CONFIG, f"is none that holdfast knows ({error!s:.200})")
         return
@@ -182,12 +185,20 @@ def _check_family(folder: Path, config: bytes, names: Collection[str]) -> None:
         return
     model = f"{folder / _CONFIG} describes a model of {known.model_type}"
     rules = f"holdfast.mapping.family({known.model_type!r}).write() has the rules."
+    if len(found.surplus) == len(names):
+        text = f"and all other tensors are none of {known.model_type}, which {folder / _CONFIG} describes"
+        raise unfit(found.surplus[0], text, f"Give the configuration of this model, or map its names: {rules}")
     if found.missing:
         text = f"would be missing from the folder{_others(found.missing)}, and {model}"
         raise unfit(found.missing[0], text, f"Check select, mapping and {_CONFIG}: {rules}")
     if found.surplus:
         text = f"would be in the folder{_others(found.surplus)}, and {model} that has no such tensor"
         raise unfit(found.surplus[0], text, f"Leave it out with select, or check mapping and {_CONFIG}: {rules}")
+    conflict = shape_conflict(sizes, shapes)
+    if conflict is not None:
+        wanted = ", ".join("any" if size is None else str(size) for size in conflict.configured)
+        text = f"has the shape {list(conflict.shape)}, and {folder / _CONFIG} asks for [{wanted}], by {conflict.why}"
+        raise unfit(conflict.name, text, "Give the configuration of this model, or check mapping.")
 
 
 def _others(names: Sequence[str]) -> str:

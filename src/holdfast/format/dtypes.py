@@ -54,6 +54,34 @@ DTYPES: dict[str, DType] = {
     )
 }
 
+#: What users write who mean a dtype. Torch has the last ones itself.
+_MEANT: dict[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+    "fp8": "float8_e4m3fn",
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+}
+
+
+def no_dtype(name: str) -> str:
+    """What is wrong with a `name` that is not a dtype, as text for an error: the dtype that was meant, or all."""
+    word = name.lower().removeprefix("torch.")
+    meant = word if word in DTYPES else _MEANT.get(word)
+    if meant is not None:
+        return f"{name!r} is not a dtype: did you mean {meant!r}?"
+    return f"{name!r} is not a dtype; use one of {', '.join(DTYPES)}"
+
+
 #: The numpy type that carries elements of each size where elements are only moved and never interpreted. Torch has
 #: the same types.
 CARRIERS: dict[int, npt.DTypeLike] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}

@@ -29,10 +29,12 @@ from holdfast.importing.data_file_task import WINDOW_NBYTES, DamagedFile, DataFi
 from holdfast.interop.given_places import ForeignTensor, StateTables
 from holdfast.interop.stored_source import StoredSource
 from holdfast.io.buffers import window_pools
+from holdfast.phases import LOG
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, RankValues
 from holdfast.run.complete import StoredManifest, read_manifest, seal_and_commit
 from holdfast.run.history import Run
+from holdfast.run.paths import some
 from holdfast.store.base import Store
 from holdfast.workers import Workforce, on_executor, run_tasks, unfinished
 
@@ -107,6 +109,7 @@ def _begin(run: Run, template: ManifestTemplate, digest: str, step: int) -> tupl
         )
     if found is not None:
         return newest, found
+    _warn_of_others(run)
     writers = template.table.world_size
     epoch = run.open_epoch(after=newest, opened_from=None, why="start", world_size=writers).epoch
     identity = CheckpointIdentity(
@@ -122,6 +125,19 @@ def _begin(run: Run, template: ManifestTemplate, digest: str, step: int) -> tupl
     stored = StoredManifest(folder, data, fmt.decode(data, path=folder))
     run.storage.create(stored.key(fmt.NAME), data)
     return epoch, stored
+
+
+def _warn_of_others(run: Run) -> None:
+    """Tell the log what interrupted imports of another step or source have left."""
+    others = run.storage.list(records.CHECKPOINTS)
+    if others:
+        LOG.warning(
+            "'%s' has the files of an interrupted import of another step or source, which this one does not use: %s. "
+            "`holdfast doctor %s --remove` deletes them",
+            run.storage.location,
+            some(others),
+            run.storage.location,
+        )
 
 
 def _stored(run: Run, template: ManifestTemplate, digest: str, step: int, epoch: int) -> StoredManifest | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -28,9 +29,11 @@ class EngineClient(Protocol):
 
 
 class HTTPEngineClient:
-    """An `EngineClient` of a vLLM server: its routes of the same four names, at `base_url`."""
+    """An `EngineClient` of a vLLM server: its routes of the same four names, at `base_url`.
 
-    def __init__(self, base_url: str, *, timeout_s: float = 300.0) -> None:
+    The server has `timeout_s` to answer. Let the `Publisher` have less: its errors tell more."""
+
+    def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is the address of an engine, such as http://host:8000, not {base_url!r}")
         self._base_url = base_url.rstrip("/")
@@ -61,10 +64,17 @@ class HTTPEngineClient:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:  # noqa: S310
                 response.read()
-        except (OSError, urllib.error.URLError) as error:
-            said = error.read(2000).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+        except urllib.error.HTTPError as error:
+            said = error.read(2000).decode(errors="replace")
             raise StorageError(
                 f"the engine at {url} failed: {error}. {said}".rstrip(),
                 code="storage.engine",
-                action="Look at the log of the engine, and publish again.",
+                action="Read the log of the engine, and publish again.",
+            ) from error
+        except (OSError, http.client.HTTPException) as error:
+            cause = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise StorageError(
+                f"the engine at {url} does not answer: {cause}.",
+                code="storage.engine",
+                action="Check the address and whether the engine runs, and publish again.",
             ) from error

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.errors import IncompatibleError
+from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.geometry import Box, intersect, subtract
-from holdfast.inference.loaded_weights import LoadedWeight, WeightPart
+from holdfast.inference.loaded_weights import CopySink, LoadedWeight, WeightPart
 from holdfast.inference.protected_model import ProtectedModel
 from holdfast.inference.strided_views import ViewPart, view_parts
 from holdfast.inference.weights import PublishedTensor
@@ -79,15 +79,40 @@ def discover(load_weights: LoadWeights, weights: Sequence[PublishedTensor], *, m
     reshapes, permutations, joins, casts) and copies.
 
     Raises:
-        IncompatibleError: a loader needs elements (``incompatible.loader``, with the operation's name), or replaces
-            parameters instead of filling them.
+        IncompatibleError: a loader needs elements (``incompatible.loader``, with the operation's name), replaces
+            parameters instead of filling them, or raises another error, which the message has with the weight.
     """
     recorder = _Recorder()
     with ProtectedModel(model):
-        load_weights((each.name, LoadedWeight.whole(each, recorder)) for each in weights)
+        _run(load_weights, weights, recorder)
     return EngineNeeds(
         tuple(weights), {name: tuple(disjoint(boxes)) for name, boxes in recorder.boxes.items() if boxes}
     )
+
+
+def _run(load_weights: LoadWeights, weights: Sequence[PublishedTensor], sink: CopySink) -> None:
+    """Run `load_weights` on stand-ins of `weights`. An error that it raises names the weight that it was loading."""
+    current = ""
+
+    def given() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal current
+        for each in weights:
+            current = each.name
+            yield each.name, LoadedWeight.whole(each, sink)
+        current = ""
+
+    try:
+        load_weights(given())
+    except HoldfastError:
+        raise
+    except Exception as error:
+        where = f"at the weight {current!r}" if current else "after the last weight"
+        raise IncompatibleError(
+            f"load_weights of the engine raises {type(error).__name__} {where}: {error}.",
+            code="incompatible.loader",
+            action="Publish weights with the names and shapes that load_weights of the engine takes.",
+            tensor=current or None,
+        ) from error
 
 
 def _parts(weight: LoadedWeight) -> Iterator[WeightPart]:
@@ -132,7 +157,7 @@ class StagedVersion:
         if not self.is_whole:
             raise ValueError("the version is not whole")
         with torch.no_grad():
-            load_weights((each.name, LoadedWeight.whole(each, self)) for each in self.needs.weights)
+            _run(load_weights, self.needs.weights, self)
 
     def copied(self, target: torch.Tensor, weight: LoadedWeight) -> None:
         """As `CopySink.copied`: copy the staged elements."""

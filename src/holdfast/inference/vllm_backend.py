@@ -81,7 +81,7 @@ class HoldfastWeightTransferEngine(WeightTransferEngine[Mapping[str, object], Ma
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.worker = InferenceWorker(_VLLMModel(self), index=index)
+        self.worker = InferenceWorker(_VLLMModel(self), index=index, num_workers=parallel.world_size_across_dp)
         self._failure: HoldfastError | None = None
 
     def init_transfer_engine(self, init_info: Mapping[str, object]) -> None:

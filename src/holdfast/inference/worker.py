@@ -10,30 +10,37 @@ import msgspec
 import torch.distributed as dist
 from torch import nn
 
+from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.store_group import StoreGroup
 from holdfast.decoding import converted
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.geometry import Box
+from holdfast.inference.engine_members import EngineMembers
 from holdfast.inference.needs import EngineNeeds, LoadWeights, StagedVersion, discover, disjoint
 from holdfast.inference.weights import LIVE, PublishedTensor, WeightTable
-from holdfast.loading import load
+from holdfast.loading import load_over
+from holdfast.loading.load_options import LoadOptions
 from holdfast.phases import attempt, told
 from holdfast.publishing import TransferSource, transfer_over
+from holdfast.reports import LoadReport
+from holdfast.run.paths import parse
+from holdfast.wording import count
 
 
 class UpdateStart(msgspec.Struct, frozen=True):
     """The message of a publisher with `init_weight_transfer_engine`: where to meet, and which weights it publishes.
 
-    The trainer has the ranks `trainer_ranks`; the workers of this engine come after them, from `first_worker` on.
+    The trainer has the ranks `trainer_ranks`. `engine` is the number of this engine among those that are updated
+    together, and `num_workers` the number of workers of each of them.
     """
 
     host: str
     port: int
     trainer_ranks: tuple[int, ...]
-    first_worker: int
-    num_workers: int
+    engine: int
+    num_workers: tuple[int, ...]
     weights: WeightTable
     timeout_s: float
 
@@ -101,16 +108,21 @@ class ModuleEngine:
 
 
 class InferenceWorker:
-    """One worker of an inference engine, as number `index` of those that are updated together.
+    """One worker of an inference engine. `index` is its number among the engine's workers, from 0 on, and `num_workers`
+    their number, if the worker knows it: a `Publisher` that was told another one is then refused at once.
 
-    Its methods are the four phases of vLLM's weight transfer. `version` counts the versions that it has shown, and
-    changes in `finish` alone, only where everything has arrived. Until then the model stays as it is, whatever dies.
+    Its methods are the four phases of vLLM's weight transfer: an engine calls them on all its workers when an
+    `EngineClient` makes the call of that phase, with the mapping that the client got (`init_info`, `update_info`).
+    `init` and `update` return when all workers have done the same, so they must run at the same time. `version` counts
+    the versions that this worker has shown, and changes in `finish` alone, only where everything has arrived. Until
+    then the model stays as it is, whatever dies. The worker needs no process group, and uses none.
     """
 
-    def __init__(self, engine: EngineModel, *, index: int = 0) -> None:
+    def __init__(self, engine: EngineModel, *, index: int = 0, num_workers: int | None = None) -> None:
         self.version = 0
         self._engine = engine
         self._index = index
+        self._num_workers = num_workers
         self._start: UpdateStart | None = None
         self._group: StoreGroup | None = None
         self._kept = TransferSource()
@@ -120,12 +132,20 @@ class InferenceWorker:
     def init(self, info: Mapping[str, object]) -> None:
         """Meet the trainer, and find out what this worker needs. Drops what an earlier trainer has sent."""
         start = converted(info, UpdateStart)
-        store = dist.TCPStore(start.host, start.port, is_master=False, timeout=timedelta(seconds=start.timeout_s))
-        world_size = len(start.trainer_ranks) + start.num_workers
-        rank = len(start.trainer_ranks) + start.first_worker + self._index
-        self._group = StoreGroup(store, rank=rank, world_size=world_size)
+        store = _trainers_store(start)
+        members = EngineMembers(len(start.trainer_ranks), start.num_workers)
+        mine = members.ranks_of(start.engine)
+        if self._index >= len(mine):
+            store.set(excess_key(start.engine), "met")
+            raise wrong_number(start.engine, len(mine), f"this is worker {self._index} of it")
+        self._group = StoreGroup(store, rank=mine[self._index], world_size=members.world_size, members=members)
         self._start, self._kept, self._staged = start, TransferSource(), None
-        needs = attempt(lambda: self._engine.discover(start.weights.weights()))
+        needs: EngineNeeds | Exception
+        if self._num_workers not in (None, len(mine)):
+            needs = wrong_number(start.engine, len(mine), f"it has {self._num_workers}")
+            members.given_up |= dict.fromkeys(mine[self._num_workers :], needs)
+        else:
+            needs = attempt(lambda: self._engine.discover(start.weights.weights()))
         agree_on_needs(self._group, told(needs, self._message), start.weights.weights(), start.timeout_s)
         if isinstance(needs, EngineNeeds):
             self._staged = StagedVersion(needs)
@@ -155,13 +175,19 @@ class InferenceWorker:
         if update.drop:
             return
         if update.path is not None:
-            loaded = attempt(lambda: load(update.path or "", {update.under: staged.target()}, select=update.under))
+            loaded = attempt(lambda: self._loaded(staged, update.path or "", update.under, timeout_s))
             moved = told(loaded, lambda report: MovedBytes(report.read_nbytes, report.needed_nbytes))
             agree_on_bytes(group, moved, timeout_s)
         else:
-            ranks = all_ranks(self._start.trainer_ranks, self._start.num_workers)
+            ranks = all_ranks(self._start.trainer_ranks, sum(self._start.num_workers))
             move(group, ranks, None, {LIVE: staged.target()}, timeout_s, self._kept)
         staged.is_whole = True
+
+    def _loaded(self, staged: StagedVersion, path: str, under: str, timeout_s: float) -> LoadReport:
+        """Load the parts of a checkpoint. Not collective: the job of a worker may have a process group with others."""
+        alone = Channel(None, rank=0, world_size=1, label="load")
+        options = LoadOptions(select=under)
+        return load_over(alone, Deadline(timeout_s), parse(path), {under: staged.target()}, options, ranks=(0,))
 
     def finish(self) -> None:
         """Show the version that has arrived whole; without one, keep the last."""
@@ -170,6 +196,35 @@ class InferenceWorker:
             self._engine.apply(self._staged)
             self._staged.is_whole = False
             self.version += 1
+
+
+def _trainers_store(start: UpdateStart) -> dist.TCPStore:
+    """A client of the store that the trainer serves."""
+    timeout_s = start.timeout_s
+    try:  # it has been there for a while, so the workers are still awaited when they give up
+        store = dist.TCPStore(start.host, start.port, is_master=False, timeout=timedelta(seconds=timeout_s / 2))
+    except dist.DistError as error:
+        raise StorageError(
+            f"a worker of engine {start.engine} does not reach the trainer at {start.host}:{start.port}: {error}.",
+            code="storage.engine",
+            action="Give Publisher the host= at which workers reach its first rank.",
+        ) from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def excess_key(engine: int) -> str:
+    """The key in the trainer's store that a worker sets whose number is too high for its engine."""
+    return f"holdfast-excess-workers/{engine}"
+
+
+def wrong_number(engine: int, number: int, why: str) -> ConfigurationError:
+    """The error about an engine that has not the `number` of workers that its trainer gave."""
+    return ConfigurationError(
+        f"engine {engine} has {count(number, 'worker')} by num_workers, but {why}.",
+        code="config.num_workers",
+        action="Give Publisher the number of workers of each engine, in the order of the clients.",
+    )
 
 
 def all_ranks(trainer: tuple[int, ...], num_workers: int) -> tuple[int, ...]:

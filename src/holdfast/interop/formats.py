@@ -48,6 +48,13 @@ _DESCRIPTIONS: Final = (".metadata", ".snapshot_metadata", "metadata.pkl")
 _FOLDER_SUFFIXES: Final = (".distcp", INDEX_SUFFIX)
 
 
+def names_advice(kind: str) -> str:
+    """More advice where the names of a state of another system differ from the live ones."""
+    if kind != HuggingFaceFormat.kind:
+        return ""
+    return " holdfast.mapping.family(...).read() has the rules for models of transformers."
+
+
 class FoundState(NamedTuple):
     """A state that a path names, and where it lies in a run; None for one of another system."""
 

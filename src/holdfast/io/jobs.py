@@ -20,6 +20,8 @@ from holdfast.store.base import Bytes, FileReader
 _PAGE_NBYTES = 4096
 #: Gaps up to this size are read together with the bytes around them: a second request would cost more.
 _BRIDGE_NBYTES = 64 << 10
+#: Ranges of memory up to this number are read without gaps. Each further one would cost more than the bytes of its gap.
+_MAX_EXACT_RANGES = 4096
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class ReadJob(NamedTuple):
     extents: Sequence[Extent] | Int64s
     deliver: Deliver
     verify: bool = True
-    #: Whether the file is memory, of which nothing but the extents has to be read.
+    #: Whether the file is memory, of which nothing but the extents is read unless they are very many.
     exact: bool = False
 
     def ranges(self) -> Int64s:
         """The ranges to read, as rows ``start, stop``: whole blocks of the data section, with neighbours merged.
 
-        Without verification, whole pages instead of blocks, and of memory no more than the extents. Raises `ValueError`
-        for extents out of order or bounds.
+        Without verification, whole pages instead of blocks. Of memory no more than the extents, but where these are
+        very many, small gaps between them too. Raises `ValueError` for extents out of order or bounds.
         """
         starts, stops = np.asarray(self.extents, np.int64).reshape(-1, 2).T
         wrong = (starts > stops) | (stops > self.data_nbytes) | (starts < np.r_[0, starts[:-1]])
@@ -84,7 +86,8 @@ class ReadJob(NamedTuple):
         highs = np.maximum.accumulate(np.minimum(-(-stops[filled] // grain) * grain, self.data_nbytes))
         if not len(lows):
             return np.zeros((0, 2), np.int64)
-        fresh = np.flatnonzero(np.r_[True, lows[1:] > highs[:-1] + _BRIDGE_NBYTES])
+        is_exact = self.exact and np.count_nonzero(lows[1:] > highs[:-1]) < _MAX_EXACT_RANGES
+        fresh = np.flatnonzero(np.r_[True, lows[1:] > highs[:-1] + (0 if is_exact else _BRIDGE_NBYTES)])
         return np.stack([lows[fresh], highs[np.append(fresh[1:], len(highs)) - 1]], axis=1)
 
 

@@ -21,10 +21,17 @@ from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.cooperative.reading import MEMORY_NBYTES, CooperativeReading, ReadCost
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import (
+    ConfigurationError,
+    CorruptError,
+    HoldfastError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from holdfast.format.records import Place
 from holdfast.interop.foreign_format import ForeignState
-from holdfast.interop.formats import foreign_at, foreign_instead
+from holdfast.interop.formats import foreign_at, foreign_instead, names_advice
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
@@ -561,13 +568,13 @@ class Loading:
         return opened
 
     def _compare(self, ranks: Sequence[Names], mine: _BoundLoad) -> Names:
-        return compared(
-            ranks,
-            mine.table.stored,
-            mine.table.nodes,
-            strict=self._options.strict,
-            allow_empty=self._options.allow_empty,
-        )
+        stored, nodes, options = mine.table.stored, mine.table.nodes, self._options
+        try:
+            return compared(ranks, stored, nodes, strict=options.strict, allow_empty=options.allow_empty)
+        except IncompatibleError as error:
+            if error.code == "incompatible.names" and self._foreign is not None:
+                error.action += names_advice(self._foreign.record.kind)
+            raise
 
 
 def _outside(target: Selection, foreign: ForeignState | None) -> ConfigurationError:

@@ -85,7 +85,12 @@ def family(config: str | Mapping[str, object]) -> Family:
     except (msgspec.MsgspecError, TypeError) as error:
         raise ValueError(f"this is no configuration of a model: {error}") from error
     if known.model_type not in _FAMILIES:
-        raise ValueError(f"{known.model_type!r} is none of the families {', '.join(sorted(_FAMILIES))}; write rules")
+        names = ", ".join(sorted(_FAMILIES))
+        if isinstance(config, str) and ("/" in config or config.endswith(".json")):
+            how = "; of a file, give its content as a dict: family(json.loads(path.read_text()))"
+        else:
+            how = "; write rules"
+        raise ValueError(f"{known.model_type!r} is none of the families {names}{how}")
     return Family(known)
 
 

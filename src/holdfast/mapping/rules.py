@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, no_dtype
 from holdfast.format.patterns import Pattern, Template
 from holdfast.wording import kind_of
 
@@ -67,7 +67,7 @@ class Cast(_OnNames, frozen=True):
         if not isinstance(self.dtype, str):
             raise TypeError(f"a rule names a dtype by its text, such as 'bfloat16', not by {self.dtype!r}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"{self.dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
+            raise ValueError(no_dtype(self.dtype))
 
 
 class Split(_OneToMany, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ import numpy as np
 
 from holdfast.decoding import decode_toml
 from holdfast.errors import ConfigurationError, IncompatibleError
-from holdfast.format.dtypes import DTYPES
+from holdfast.format.dtypes import DTYPES, no_dtype
 from holdfast.format.near import near
 from holdfast.format.patterns import Pattern
 from holdfast.geometry import Shape
@@ -69,7 +69,7 @@ class PlacementRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for text in self.place.values():
             _parsed(text)
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"{self.dtype!r} is not a dtype; use one of {', '.join(DTYPES)}")
+            raise ValueError(no_dtype(self.dtype))
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -10,9 +10,12 @@ from typing import NamedTuple
 from holdfast.format.records import MARKER_KEY, SEAL_NAME
 
 #: The advice where `load` and `open` read what no run is: they look for it before they give up.
-_READABLE = "It is not a run, but holdfast.load and holdfast.open read its safetensors files."
-_READ_WHOLE = "It is not a run, but holdfast.load and holdfast.open read it."
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_READABLE = (
+    "It is not a run, but holdfast.load and holdfast.open read its safetensors files, and holdfast import makes a run "
+    "of them."
+)
+_READ_WHOLE = "It is not a run, but holdfast.load and holdfast.open read it, and holdfast import makes a run of it."
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pt.tar", ".pth.tar")
 
 
 class Foreign(NamedTuple):
@@ -32,9 +35,12 @@ def file_kind(path: PurePath) -> Foreign:
         return Foreign("one file of a checkpoint", f"Name its folder: {path.parent}.")
     if path.suffix == ".safetensors":
         return Foreign("a safetensors file", _READABLE)
-    if path.suffix in _TORCH_SUFFIXES:
+    if path.name.endswith(_TORCH_SUFFIXES):
         return Foreign("a file, such as torch.save writes", _READ_WHOLE)
-    return Foreign("a file", "Name the folder of a run.")
+    if path.name in ("config.json", "model.safetensors.index.json", ".metadata"):
+        return Foreign("one file of a checkpoint of another system", f"Name its folder: {path.parent}.")
+    suffixes = ", ".join((".safetensors", *_TORCH_SUFFIXES))
+    return Foreign("a file", f"Name the folder of a run; of other files, those are read that end with {suffixes}.")
 
 
 def folder_kind(names: Collection[str]) -> Foreign | None:

@@ -176,6 +176,7 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
         what = "it exists but is not a holdfast run (it is empty)."
     else:
         what = "there is no such folder."
+        action += _hub_advice(origin)
     if foreign is None and parent is not None and parent.nbytes(MARKER_KEY) is not None:
         action = f"Name the run that it is a part of: '{path.parent}'."
     elif below:
@@ -190,6 +191,14 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
         action=action,
         path=storage.location.url,
     )
+
+
+def _hub_advice(origin: str | None) -> str:
+    """The advice for a path that may be meant as the name of a model on the Hugging Face Hub."""
+    written = re.match(r"'[\w.-]+/[\w.-]+' in", origin or "")
+    if written is None or Path(written[0][1:].partition("/")[0]).exists():
+        return ""
+    return " If it names a model of the Hugging Face Hub, download that first, and name the folder."
 
 
 def runs_in(storage: Store, names: list[str]) -> list[str]:

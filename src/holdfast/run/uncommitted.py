@@ -155,11 +155,15 @@ class Uncommitted:
     def _unfinished(self, what: str, *, young_s: float) -> FolderState:
         """The state of a folder that lacks files. For `young_s` seconds more its save may be in progress."""
         if young_s > 0:
-            text = f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force."
+            text = (
+                f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force. An "
+                "interrupted import goes on if it is repeated."
+            )
             return FolderState("folder.in_progress", text, "none")
         text = (
             f"{what} Its save never ended, so the checkpoint was never visible. Only the memory of a node may still "
-            "hold it whole (holdfast node): then its keeper finishes it when storage takes it. Else remove it."
+            "hold it whole (holdfast node): then its keeper finishes it when storage takes it. An interrupted import "
+            "goes on if it is repeated. Else remove it."
         )
         return FolderState("folder.unfinished", text, self._remedy())
 

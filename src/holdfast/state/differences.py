@@ -113,12 +113,24 @@ def _names_action(missing: Collection[str], unexpected: Collection[str], known: 
     ones."""
     unwanted = set(unexpected)
     entries = sorted({_entry(name) for name in known if name not in unwanted})
+    lacking = {_entry(name) for name in missing}
+    if missing and not unexpected and entries and lacking.isdisjoint(entries):
+        nothing = ", ".join(repr(entry) for entry in sorted(lacking))
+        return (
+            f"The checkpoint has nothing of {nothing}: load the rest with select={_selected(entries)}, or what both "
+            "have with strict=False."
+        )
     if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
         action = "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False"
         return " ".join([f"{action}.", *_hints(missing, unexpected)])
-    given = ", ".join(f'"{entry}"' for entry in entries)
-    selected = given if len(entries) == 1 else f"[{given}]"
+    selected = _selected(entries)
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
+
+
+def _selected(entries: Sequence[str]) -> str:
+    """The value of ``select=`` for `entries` of the state."""
+    given = ", ".join(f'"{entry}"' for entry in entries)
+    return given if len(entries) == 1 else f"[{given}]"
 
 
 def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str, Node]) -> Iterator[str]:

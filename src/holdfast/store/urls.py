@@ -127,6 +127,13 @@ def _opener(scheme: str) -> Opener | None:
 
 
 def _unknown(text: str, scheme: str) -> ConfigurationError:
+    if scheme.lower() == "hf":
+        return ConfigurationError(
+            f"'{text}' names a model of the Hugging Face Hub, which holdfast does not download.",
+            code="config.scheme",
+            action="Download it first, as by huggingface-cli download, and name the folder.",
+            path=text,
+        )
     return _no_folder(text, f" with {scheme}://, and object stores are not supported yet")
 
 
