@@ -183,6 +183,11 @@ def as_legacy(folder: Path) -> None:
     (folder / ITERATION / "mp_rank_00_001").mkdir(parents=True)
 
 
+def as_fsdp(folder: Path) -> None:
+    for name in ("metadata.json", "common.pt"):
+        (folder / ITERATION / name).unlink()
+
+
 CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no tracker": (lambda at: (at / TRACKER).unlink(), "corrupt.foreign", f"one iteration: {ITERATION}"),
     "an empty tracker": (
@@ -217,6 +222,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "version 2 of torch_dist",
     ),
     "legacy": (as_legacy, "incompatible.foreign", "legacy format .*mp_rank_00_001"),
+    "Megatron-FSDP": (as_fsdp, "incompatible.foreign", r"fsdp_dtensor \(Megatron-FSDP\).*Name that folder itself"),
     "no common.pt": (lambda at: (at / ITERATION / "common.pt").unlink(), "corrupt.foreign", "common.pt is missing"),
     "no .metadata": (lambda at: (at / ITERATION / ".metadata").unlink(), "corrupt.foreign", ".metadata is missing"),
     "no data file": (lambda at: (at / ITERATION / "__1_0.distcp").unlink(), "corrupt.foreign", "lacks 1 file"),

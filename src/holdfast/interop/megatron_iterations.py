@@ -158,6 +158,12 @@ def _check(found: IterationFolder, above: ForeignFolder) -> None:
         legacy = next(name for name in names if _LEGACY.fullmatch(name))
         what = f"is in Megatron's legacy format (--ckpt-format torch): {legacy} is the part of one rank"
         raise unreadable(found.path, what, action=_CONVERT)
+    if METADATA in names and not {CONFIG, COMMON} & set(names):
+        what = (
+            "is a plain folder of DCP, as Megatron writes with --ckpt-format fsdp_dtensor (Megatron-FSDP) or torch_dcp"
+        )
+        action = "Name that folder itself: its tensors are read as those of any folder of DCP, under Megatron's names."
+        raise unreadable(found.path, what, action=action)
     if CONFIG not in names:
         what = f"has no {CONFIG}, which Megatron writes last: its save did not finish, or the file was not copied"
         others = tuple(name for name in above.names if f"{name}/" != found.prefix)
