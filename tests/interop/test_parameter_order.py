@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.geometry import Shape
 from holdfast.interop.parameter_order import OrderError, only_order
 
-FIXTURE = Path(__file__).parent / "fixtures" / "experts-without-zero-on-4.tar.xz"
+FIXTURE = Path(__file__).parent / "fixtures" / "deepspeed_experts" / "experts-without-zero-on-4.tar.xz"
 SHAPES: st.SearchStrategy[Shape] = st.sampled_from([(2,), (3,), (2, 3)])
 
 
@@ -89,6 +89,12 @@ def test_a_lost_optimizer_file_of_experts_is_named(saved: Path) -> None:
     with pytest.raises(HoldfastError, match="lacks 1 optimizer file of 2 expert-parallel ranks") as caught:
         holdfast.open(saved / "native")
     assert caught.value.details == ("expp_rank_1_mp_rank_00_optim_states.pt",)
+
+
+def test_a_lost_model_file_beside_those_of_experts_is_named(saved: Path) -> None:
+    (saved / "native/global_step4/mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(HoldfastError, match="lacks mp_rank_00_model_states.pt"):
+        holdfast.open(saved / "native")
 
 
 def changed(path: Path, change: Any) -> None:

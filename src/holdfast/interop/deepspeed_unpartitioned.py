@@ -20,7 +20,7 @@ from holdfast.interop.deepspeed_module import mixed
 from holdfast.interop.deepspeed_states import OptimStates, WholeOptimizer, model_states, whole_optimizer
 from holdfast.interop.deepspeed_table import TensorTable
 from holdfast.interop.deepspeed_values import FoundValues
-from holdfast.interop.foreign_format import ForeignFolder, ForeignState, unreadable
+from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.parameter_order import OrderError, only_order
 from holdfast.interop.pickled_tree import CheckedNodes
 from holdfast.interop.torch_globals import PickledTensor
@@ -52,8 +52,14 @@ class _Opening:
         self._found = found
         self._archives = Archives(folder)
         model = found.model.get(None)
-        if model is None or found.optim:
-            raise mixed(found.root, "it has optimizer files of experts without ZeRO, and others of ZeRO")
+        if found.optim:
+            what = (
+                "has optimizer files of experts without ZeRO, and others of ZeRO: of two saves, or of an old DeepSpeed"
+            )
+            raise unreadable(found.root, what, action=_ACTION)
+        if model is None:
+            what = "lacks mp_rank_00_model_states.pt, which has all weights but those of the experts"
+            raise damaged(found.root, what, action="Copy the missing file again.")
         self._model_key = model
         self._model = self._archives.read(model, partial(model_states, has_zero=False))
         self._layers = read_layers(found, self._model, self._archives)
