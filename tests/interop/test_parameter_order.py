@@ -93,7 +93,7 @@ def test_a_lost_optimizer_file_of_experts_is_named(saved: Path) -> None:
 
 def test_a_lost_model_file_beside_those_of_experts_is_named(saved: Path) -> None:
     (saved / "native/global_step4/mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(HoldfastError, match="lacks mp_rank_00_model_states.pt"):
+    with pytest.raises(HoldfastError, match=r"lacks mp_rank_00_model_states\.pt"):
         holdfast.open(saved / "native")
 
 

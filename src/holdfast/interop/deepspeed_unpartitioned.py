@@ -31,7 +31,7 @@ _SIZE: Final = re.compile(r"ep_size_([1-9][0-9]{0,5})")
 _ACTION: Final = "Load it with DeepSpeed on as many ranks as saved it, and save that engine by holdfast."
 
 
-class _Held(NamedTuple):
+class _OwnTensor(NamedTuple):
     """A tensor of the module, by its name in the whole model, and the file that has it."""
 
     name: str
@@ -41,10 +41,10 @@ class _Held(NamedTuple):
 
 def open_without_zero(folder: ForeignFolder, found: FoundFiles, *, kind: str) -> ForeignState:
     """The state in a folder with optimizer files of expert-parallel ranks. Raises as `ForeignFormat.open`."""
-    return _Opening(folder, found).state(kind)
+    return _UnpartitionedOpening(folder, found).state(kind)
 
 
-class _Opening:
+class _UnpartitionedOpening:
     """The opening of one folder."""
 
     def __init__(self, folder: ForeignFolder, found: FoundFiles) -> None:
@@ -141,7 +141,7 @@ class _Opening:
 
     # --- tensors ---
 
-    def _dense(self) -> tuple[list[_Held], dict[str, str]]:
+    def _dense(self) -> tuple[list[_OwnTensor], dict[str, str]]:
         """The dense parameters of the module in its order, and other names of them."""
         first: dict[PickledTensor, str] = {}
         held, aliases = [], {}
@@ -152,16 +152,16 @@ class _Opening:
                 aliases[join("model", component(name))] = join("model", component(first[tensor]))
                 continue
             first[tensor] = name
-            held.append(_Held(name, self._model_key, tensor))
+            held.append(_OwnTensor(name, self._model_key, tensor))
         return held, aliases
 
-    def _of_experts(self, rank: int) -> list[_Held]:
+    def _of_experts(self, rank: int) -> list[_OwnTensor]:
         """The tensors of the experts of a rank, in the order of its module."""
         found = []
         for file in self._files_of(rank):
             for name, tensor in file.content.items():
                 if isinstance(tensor, PickledTensor):
-                    found.append(_Held(name, file.key, tensor))
+                    found.append(_OwnTensor(name, file.key, tensor))
         return found
 
     def _files_of(self, rank: int) -> list[ExpertFile]:
@@ -174,7 +174,7 @@ class _Opening:
             first += total
         return found
 
-    def _add_trained(self, dense: Sequence[_Held], values: FoundValues) -> list[list[str]]:
+    def _add_trained(self, dense: Sequence[_OwnTensor], values: FoundValues) -> list[list[str]]:
         """Add the slots of all parameters. Returns the names of the parameters of each group, of all ranks."""
         names: list[list[str]] = [[] for _ in self._optims[0].param_groups]
         for rank, optim in enumerate(self._optims):
@@ -190,7 +190,7 @@ class _Opening:
                         self._add_master(rank, each, optim.masters.get(number))
         return names
 
-    def _order(self, rank: int, groups: Sequence[int], parameters: Sequence[_Held]) -> list[list[_Held]]:
+    def _order(self, rank: int, groups: Sequence[int], parameters: Sequence[_OwnTensor]) -> list[list[_OwnTensor]]:
         """The parameters of some groups of a rank's optimizer, in the order of these groups."""
         optim = self._optims[rank]
         shapes = [[_shape(optim, number) for number in optim.numbers[group]] for group in groups]
@@ -201,7 +201,7 @@ class _Opening:
             raise unreadable(self._folder.path(self._keys[rank]), what, action=_ACTION) from error
         return [[parameters[number] for number in numbers] for numbers in found]
 
-    def _add_master(self, rank: int, held: _Held, master: PickledTensor | None) -> None:
+    def _add_master(self, rank: int, held: _OwnTensor, master: PickledTensor | None) -> None:
         """Add the master weight of a parameter, of which the module then has a copy in another dtype."""
         if master is not None:
             self._table.whole(join("model", component(held.name)), self._keys[rank], master)
@@ -214,7 +214,7 @@ class _Opening:
             else:
                 values.add(path, value)
 
-    def _add_module(self, dense: Sequence[_Held], values: FoundValues) -> None:
+    def _add_module(self, dense: Sequence[_OwnTensor], values: FoundValues) -> None:
         """Add what the module holds: weights that are their own master weights, copies of others, and buffers."""
         everywhere = [held for rank in range(len(self._keys)) for held in self._of_experts(rank)]
         for held in (*dense, *everywhere):

@@ -23,7 +23,7 @@ class OrderError(ValueError):
     """No order of the parameters fits, or several do."""
 
 
-class _Step(NamedTuple):
+class _OrderStep(NamedTuple):
     """The ways to a state, at most 2 of them, and the group that took the last parameter on one; None if none did."""
 
     ways: int
@@ -33,15 +33,15 @@ class _Step(NamedTuple):
 def only_order(parameters: Sequence[Shape], groups: Sequence[Sequence[Shape | None]]) -> list[list[int]]:
     """The numbers of the parameters of each group. `groups` are the shapes of their slots; None where a parameter has
     no slots yet. Raises `OrderError`, with what is wrong as its text, unless exactly one answer fits."""
-    steps: list[Mapping[_Taken, _Step]] = [{(0,) * len(groups): _Step(1, None)}]
+    steps: list[Mapping[_Taken, _OrderStep]] = [{(0,) * len(groups): _OrderStep(1, None)}]
     left = sum(map(len, groups))
     for number, shape in enumerate(parameters):
-        found: dict[_Taken, _Step] = {}
+        found: dict[_Taken, _OrderStep] = {}
         for taken, step in steps[-1].items():
             for group, then in _choices(taken, shape, groups):
                 if left - sum(then) < len(parameters) - number:
                     before = found.get(then)
-                    found[then] = _Step(min(2, step.ways + (before.ways if before else 0)), group)
+                    found[then] = _OrderStep(min(2, step.ways + (before.ways if before else 0)), group)
         if len(found) > _MAX_STATES:
             raise OrderError("too many orders of the parameters fit the shapes of its slots")
         steps.append(found)
