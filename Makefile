@@ -39,7 +39,8 @@ test-executors: .venv-executors/layer.stamp
 
 test-megatron: .venv-megatron/layer.stamp
 	.venv-megatron/bin/pytest -q -m megatron -o faulthandler_timeout=280 \
-		tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py
+		tests/trainers/test_megatron_jobs.py tests/trainers/test_megatron_checkpoints.py \
+		tests/trainers/test_megatron_fsdp.py
 
 # Each half of a pair runs in the environment of its framework.
 test-matrix: $(VENV)/dev.stamp .venv-deepspeed/layer.stamp .venv-megatron/layer.stamp

@@ -104,6 +104,30 @@ def test_an_older_iteration_does_not_take_the_tracker_from_a_later_one(
     assert "keeps naming iteration 500, which is later than 3" in caplog.text
 
 
+@pytest.mark.parametrize("text", ["500 is the best one", "iter_0000500", "1\n2", "7" * 200, None])
+def test_an_export_overwrote_a_file_that_was_no_tracker(tmp_path: Path, text: str | None) -> None:
+    holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
+    (tmp_path / "new").mkdir()
+    if text is None:
+        (tmp_path / "new" / TRACKER).mkdir()
+    else:
+        (tmp_path / "new" / TRACKER).write_text(text)
+    with pytest.raises(HoldfastError, match=f"{TRACKER}' is no tracker file of Megatron") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert caught.value.code == "config.destination"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [TRACKER]
+    assert text is None or (tmp_path / "new" / TRACKER).read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "release", "2\n"])
+def test_a_tracker_of_megatron_is_still_replaced(tmp_path: Path, text: str) -> None:
+    holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / TRACKER).write_text(text)
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert (tmp_path / "new" / TRACKER).read_text() == "3"
+
+
 def test_a_state_without_a_step_is_a_release(tmp_path: Path) -> None:
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "weights.pt")
     holdfast.export(tmp_path / "weights.pt", tmp_path / "new", "megatron")

@@ -362,7 +362,7 @@ def test_two_sets_of_files_in_one_folder_are_refused(tmp_path: Path) -> None:
         ("mp_rank_01_model_states.pt", "2 model-parallel ranks"),
         ("layer_00-model_00-model_states.pt", "by a pipeline or by an old DeepSpeed"),
         ("expert_1_mp_rank_00_model_states.pt", "by a pipeline or by an old DeepSpeed"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "with experts and without ZeRO"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "of experts without ZeRO, and others of ZeRO"),
     ],
 )
 def test_pipelines_experts_and_model_parallel_ranks_are_said_not_to_be_read(

@@ -1,5 +1,6 @@
-"""Folders of Megatron are read directly. The fixtures were written by megatron-core 0.16.1 (`megatron_folders`), from
-weights that are known from their keys, on two tensor-parallel times two data-parallel ranks."""
+"""Folders of Megatron are read directly. The fixtures were written by megatron-core 0.16.1, and that in ranges by
+0.14.0 (`megatron_folders`), from weights that are known from their keys, on two tensor-parallel times two data-parallel
+ranks."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: view[name][...] for name in view.names() if "random" not in name}
 
 
-def test_weights_and_the_state_of_the_optimizer_have_the_names_of_a_live_job(full: Path) -> None:
-    found = tensors(full)
+@pytest.mark.parametrize("name", ["full-on-4", "ranges-on-4"])
+def test_weights_and_the_state_of_the_optimizer_have_the_names_of_a_live_job(tmp_path: Path, name: str) -> None:
+    found = tensors(unpacked(name, tmp_path))
     expected: dict[str, torch.Tensor] = {}
     for key, shape in SHAPES.items():
         weight = named_weight(key, shape).bfloat16()
@@ -117,7 +119,34 @@ def test_buckets_are_tensors_of_one_axis(buckets: Path) -> None:
     assert tree["optimizer"]["param_groups"][GROUP]["weight_decay"] == 0.1
 
 
-@pytest.mark.parametrize("name", ["full-on-4", "buckets-on-4"])
+def test_buffers_have_the_elements_of_all_buckets(tmp_path: Path) -> None:
+    """They were refused as no tensors."""
+    gathered = holdfast.open(unpacked("gathered-on-4", tmp_path))
+    names = [name for name in gathered.names() if name.startswith("optimizer/")]
+    assert len(names) == 6
+    assert all(
+        "bucket_idx" not in name and ".gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16)/" in name for name in names
+    )
+    for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+        held = torch.cat([gathered[name][...] for name in names if name.endswith(f"/{slot}")])
+        for key, shape in SHAPES.items():
+            slots = {"fp32": named_weight(key, shape).bfloat16().float(), **state_after_a_step(key, shape)}
+            assert torch.isin(slots[slot], held).all(), (key, slot)
+    assert gathered.value("optimizer/step") == 1
+
+
+def test_an_optimizer_in_an_unknown_format_gave_parts_in_the_shape_of_the_file(full: Path) -> None:
+    common = {"iteration": 1, "optimizer": {"param_state_sharding_type": "fully_sharded_bucket_space"}}
+    torch.save(common, full / ITERATION / "common.pt")
+    view = holdfast.open(full)
+    assert all(name.startswith(("model/", "random", "model_parallel_random")) for name in view.names())
+    with pytest.raises(IncompatibleError, match=r"'fully_sharded_bucket_space'; fully_reshardable, .* are read"):
+        view.tree()
+    with pytest.raises(IncompatibleError, match="fully_sharded_bucket_space"):
+        holdfast.load(full, {"optimizer": {"step": 0}}, select="optimizer")
+
+
+@pytest.mark.parametrize("name", ["full-on-4", "buckets-on-4", "gathered-on-4", "ranges-on-4"])
 def test_an_import_has_all_of_a_folder(tmp_path: Path, name: str) -> None:
     folder = unpacked(name, tmp_path)
     assert holdfast_command("import", str(folder), str(tmp_path / "run"), "--step", "1").status in (0, None)
@@ -154,6 +183,11 @@ def as_legacy(folder: Path) -> None:
     (folder / ITERATION / "mp_rank_00_001").mkdir(parents=True)
 
 
+def as_fsdp(folder: Path) -> None:
+    for name in ("metadata.json", "common.pt"):
+        (folder / ITERATION / name).unlink()
+
+
 CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no tracker": (lambda at: (at / TRACKER).unlink(), "corrupt.foreign", f"one iteration: {ITERATION}"),
     "an empty tracker": (
@@ -188,6 +222,7 @@ CASES: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "version 2 of torch_dist",
     ),
     "legacy": (as_legacy, "incompatible.foreign", "legacy format .*mp_rank_00_001"),
+    "Megatron-FSDP": (as_fsdp, "incompatible.foreign", r"fsdp_dtensor \(Megatron-FSDP\).*Name that folder itself"),
     "no common.pt": (lambda at: (at / ITERATION / "common.pt").unlink(), "corrupt.foreign", "common.pt is missing"),
     "no .metadata": (lambda at: (at / ITERATION / ".metadata").unlink(), "corrupt.foreign", ".metadata is missing"),
     "no data file": (lambda at: (at / ITERATION / "__1_0.distcp").unlink(), "corrupt.foreign", "lacks 1 file"),

@@ -138,11 +138,24 @@ def test_every_division_is_read_whole_and_values_of_ranks_by_rank(tmp_path: Path
     assert [view.value(f"rank/mine/%rank={rank}") for rank in range(4)] == [0, 1, 2, 3]
     own = [f"plain/own/%rank={rank}" for rank in range(4)]
     assert view.names() == sorted([*own, *(f"t/{name}" for name, _ in saved)])
-    for rank in range(3):
-        (tmp_path / "c" / f"plain_{rank}.pt").unlink()
-    # The tensor of one rank is not taken for that of all.
-    with pytest.raises(HoldfastError, match="nothing says how the tensors of the ranks make up one"):
-        holdfast.load(tmp_path / "c", into={"plain": {"own": torch.zeros(2, dtype=torch.int64)}}, select="plain/own")
+
+
+def save_own(folder: str) -> None:
+    manager().save(folder, {"plain": {"own": torch.full((2,), dist.get_rank())}, "t": {"w": torch.ones(2)}})
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_file_of_one_rank_made_the_part_of_the_other_the_whole(tmp_path: Path, lost: int) -> None:
+    run_ranks(2, save_own, str(tmp_path / "c"))
+    (tmp_path / "c" / f"plain_{lost}.pt").unlink()
+    view = holdfast.open(tmp_path / "c")
+    assert view.names() == ["t/w"]
+    assert view["t/w"][...].tolist() == [1, 1]
+    live = {"plain": {"own": torch.zeros(2, dtype=torch.int64)}}
+    with pytest.raises(HoldfastError, match=rf"plain_{lost}\.pt is missing") as caught:
+        holdfast.load(tmp_path / "c", into=live, select="plain/own")
+    assert caught.value.code == "corrupt.foreign"
+    assert live["plain"]["own"].tolist() == [0, 0]
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,9 @@
 """Checkpoints by ``megatron.core.dist_checkpointing``, as Megatron-LM's training calls it, for jobs of `megatron_job`.
 
-    python -m tests.trainers.megatron_folders tests/interop/fixtures/megatron
+    python -m tests.trainers.megatron_folders tests/interop/fixtures/megatron full-on-4 buckets-on-4 gathered-on-4
 
-writes the fixtures of `test_megatron_folders`, in the environment of ``make test-megatron``.
+writes fixtures of `test_megatron_folders`, in the environment of ``make test-megatron``. That of ``ranges-on-4`` is in
+a format that Megatron-core 0.16 does not write: put 0.14.0 first on ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -36,12 +37,17 @@ from tests.support.ranks import run_ranks
 from tests.trainers.megatron_job import Job, Kind, Layout, fill, gather_weights, megatron_job, train
 
 _set_states_of_megatron = DistributedOptimizer._set_main_param_and_optimizer_states
-FULL, BUCKETS = "fully_reshardable", "dp_reshardable"
+FULL, BUCKETS, GATHERED = "fully_reshardable", "dp_reshardable", "dp_zero_gather_scatter"
+RANGES = "fully_sharded_model_space"
+#: `FULL`, gathered by gloo on the first data-parallel rank alone.
+ON_FIRST = "fully_reshardable, mem_efficient"
 TRACKER = "latest_checkpointed_iteration.txt"
 #: For each fixture, the number of ranks, their layout, and the format of the distributed optimizer.
 CASES = {
     "full-on-4": (4, Layout(tp=2, bucket=None), FULL),
     "buckets-on-4": (4, Layout(tp=2), BUCKETS),
+    "gathered-on-4": (4, Layout(tp=2, bucket=None), GATHERED),
+    "ranges-on-4": (4, Layout(tp=2), RANGES),
 }
 
 
@@ -108,7 +114,11 @@ def sharded_tree(job: Job, sharding: str | None, *, is_loading: bool = False) ->
 def _metadata(sharding: str | None) -> dict[str, Any]:
     """What Megatron-LM's training says about the content."""
     common = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    return common if sharding is None else {**common, "distrib_optim_sharding_type": sharding}
+    if sharding is None:
+        return common
+    kind, _, way = sharding.partition(", ")
+    ways = {f"distrib_optim_{kind}_{way}": True} if way else {}
+    return {**common, "distrib_optim_sharding_type": kind, **ways}
 
 
 def _random() -> Any:
@@ -140,12 +150,14 @@ def save_fixture(folder: str, layout: Layout, sharding: str) -> None:
         np.random.seed(column)  # noqa: NPY002 - the global generator is the legacy one
         torch.manual_seed(column)
         get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.full((16,), column, dtype=torch.uint8)})
-        save_folder(job, folder, 1, sharding)
+        with patch.object(np, "product", np.prod, create=True):  # 0.14 calls it, and numpy 2 has none
+            save_folder(job, folder, 1, sharding)
 
 
 def main() -> None:
-    """Write the fixtures into the folder that the command line names."""
-    for name, (ranks, layout, sharding) in CASES.items():
+    """Write fixtures into the folder that the command line names first."""
+    for name in sys.argv[2:]:
+        ranks, layout, sharding = CASES[name]
         with TemporaryDirectory() as above:
             run_ranks(ranks, save_fixture, f"{above}/{name}", layout, sharding)
             with tarfile.open(Path(sys.argv[1], f"{name}.tar.xz"), "w:xz") as archive:

@@ -3,6 +3,7 @@ Megatron, on other layouts, compared bit by bit with a job on one rank. ``make t
 
 from __future__ import annotations
 
+import tarfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import torch.distributed as dist
 import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.trainers.megatron import megatron_state
+from tests.support.bound import bits
 from tests.support.ranks import run_ranks
-from tests.trainers.megatron_folders import BUCKETS, FULL, load_folder, save_folder
+from tests.trainers.megatron_folders import BUCKETS, FULL, GATHERED, ON_FIRST, load_folder, save_folder
 from tests.trainers.megatron_job import Kind, Layout, fill, gather_weights, megatron_job, train, weights
 from tests.trainers.test_megatron_jobs import MOE, differing, save, stored_differences, write_reference
 
@@ -24,6 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Megatron warns of what is not installed, and torch of old functions
 ]
 
+FIXTURES = Path(__file__).parents[1] / "interop" / "fixtures" / "megatron"
 JOB = ["model", "optimizer", "scheduler"]
 FP32 = Kind(bf16=False)
 FP16 = Kind(bf16=False, fp16=True)
@@ -59,6 +62,16 @@ READ = [
     ("buckets, fp16", Stock(FP16, 4, Layout(tp=2), BUCKETS), 2, Layout(tp=2)),
     ("buckets, fp32", Stock(FP32, 4, Layout(tp=2), BUCKETS), 2, Layout(tp=2)),
     ("buckets of experts", Stock(MOE, 4, Layout(tp=2, ep=2), BUCKETS), 2, Layout(tp=2, ep=2)),
+    ("gathered on one rank", Stock(Kind(), 4, Layout(tp=2, bucket=None), ON_FIRST), 2, Layout(pp=2)),
+    ("buffers", Stock(Kind(), 4, Layout(tp=2, bucket=None), GATHERED), 2, Layout(tp=2, bucket=None)),
+    ("buffers, to buckets", Stock(Kind(), 4, Layout(tp=2, bucket=None), GATHERED), 4, Layout(tp=2, bucket=400)),
+    ("buffers, fp32", Stock(FP32, 2, Layout(pp=2, bucket=None), GATHERED), 6, Layout(pp=2, bucket=None)),
+    (
+        "buffers of experts",
+        Stock(MOE, 4, Layout(tp=2, ep=2, bucket=None), GATHERED),
+        2,
+        Layout(tp=2, ep=2, bucket=None),
+    ),
 ]
 WRITTEN = [
     ("stages", Kind(), 4, Layout(tp=2), 4, Layout(pp=2, bucket=None)),
@@ -132,6 +145,26 @@ def test_megatron_goes_on_bit_by_bit_from_an_export(
     assert stored_differences(f"{tmp_path}/again", f"{tmp_path}/after-3.pt") == []
 
 
+def load_fixture(folder: str, layout: Layout, kind: Kind) -> int:
+    """Load what an older Megatron has saved, and save it again."""
+    with megatron_job(layout, kind, seed=2) as job:
+        state = megatron_state(job.chunks, job.optimizer, job.scheduler)
+        report = holdfast.load(f"{folder}/ranges-on-4", into=state, select=JOB)
+        holdfast.save(f"{folder}/again", state, 1)
+        return report.next_step
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(4, Layout(pp=2)), (2, Layout(tp=2, distributed=False))])
+def test_ranges_of_megatron_0_14_load_on_any_layout(tmp_path: Path, ranks: int, layout: Layout) -> None:
+    with tarfile.open(FIXTURES / "ranges-on-4.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    assert run_ranks(ranks, load_fixture, str(tmp_path), layout, Kind(vocabulary=16)) == [2] * ranks
+    old, new = holdfast.open(tmp_path / "ranges-on-4"), holdfast.open(tmp_path / "again")
+    names = [name for name in old.names() if name.startswith(("model/", "optimizer/"))]
+    assert len(names) == 44
+    assert [name for name in names if bits(old[name][...]) != bits(new[name][...])] == []
+
+
 def refuse_buckets(folder: str, layout: Layout) -> str:
     with megatron_job(layout, Kind(), seed=2) as job:
         before = [parameter.detach().clone() for chunk in job.chunks for parameter in chunk.parameters()]
@@ -148,6 +181,15 @@ def test_buckets_of_another_layout_are_refused_and_nothing_is_loaded(tmp_path: P
     for text in run_ranks(2, refuse_buckets, str(tmp_path), layout):
         assert text.startswith("incompatible.megatron_buckets:")
         assert "dp_reshardable" in text
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, bucket=None), Layout(tp=2, bucket=10), Layout(distributed=False)])
+def test_buffers_of_another_layout_or_of_other_buckets_are_refused(tmp_path: Path, layout: Layout) -> None:
+    """Buffers of other buckets can have as many elements, at other places, where weights need padding."""
+    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2, bucket=None), Kind(), GATHERED)
+    for text in run_ranks(2, refuse_buckets, str(tmp_path), layout):
+        assert text.startswith("incompatible.megatron_buckets:")
+        assert "dp_zero_gather_scatter" in text
 
 
 def finetune(folder: str, layout: Layout) -> tuple[list[str], list[str], int]:

@@ -10,7 +10,7 @@ from functools import partial
 
 from holdfast.exporting.folder_writer import write_folder
 from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
-from holdfast.interop.megatron_iterations import iteration_name, write_tracker
+from holdfast.interop.megatron_iterations import check_tracker, iteration_name, write_tracker
 from holdfast.mapping import Rule
 from holdfast.phases import LOG
 from holdfast.progress import counted
@@ -131,8 +131,12 @@ def write_export(
     name = iteration_name(state.record.step) if to == "megatron" else ""
     storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
     nbytes = sum(file.data_nbytes for file in folder.files)
+    finish = None
+    if name:
+        above = open_store(location_of(dst))
+        check_tracker(above)
+        finish = partial(write_tracker, above, name)
     with counted(f"exporting to {storage.location}", nbytes, shown=shown) as advance:
-        finish = partial(write_tracker, open_store(location_of(dst)), name) if name else None
         written = write_folder(
             storage, folder, state, workforce=workforce, advance=advance, read_back=read_back, finish=finish
         )

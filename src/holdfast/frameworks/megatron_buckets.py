@@ -1,5 +1,7 @@
 """The buckets of a distributed optimizer in a folder of Megatron (``dp_reshardable``), as what a load fills it from.
 
+In the format ``dp_zero_gather_scatter`` all buckets of a buffer are one, without the padding between them.
+
 A bucket is a 1-d tensor of the elements of many parameters, in the order of the job that saved it. A job with the same
 tensor, pipeline and expert parallelism, and the same sizes of buckets, has the same buckets, whatever its number of
 data-parallel ranks: each rank has ranges of them.
@@ -21,9 +23,11 @@ from holdfast.interop.megatron_names import BUCKETS
 from holdfast.mapping.megatron_optimizers import MASTER
 from holdfast.mapping.parts import StoredTensor
 
+#: In the name of a bucket; that of a whole buffer lacks it.
+_BUCKET: Final = ".bucket_idx_"
 _CODE: Final = "incompatible.megatron_buckets"
 _SAME: Final = (
-    "was saved in buckets (dp_reshardable), which only a job with the same tensor, pipeline and expert parallelism and "
+    "was saved in buckets ({}), which only a job with the same tensor, pipeline and expert parallelism and "
     "the same bucket sizes has"
 )
 
@@ -50,8 +54,10 @@ class BucketLoad:
             for each in ranges
         ]
         if not all(fits):
-            source.refuse(_CODE, path, _SAME)
-            for name in source.stored_below(join(path, BUCKETS)):
+            names = list(source.stored_below(join(path, BUCKETS)))
+            is_gathered = not any(_BUCKET in name for name in names)
+            source.refuse(_CODE, path, _SAME.format("dp_zero_gather_scatter" if is_gathered else "dp_reshardable"))
+            for name in names:
                 source.mark(name)
             return
         for name, pieces in self._pieces.items():
@@ -66,11 +72,14 @@ class BucketLoad:
 
     def _add(self, prefix: str, each: TrainedRange) -> bool:
         """Add the slots of one range. Returns whether the checkpoint has its bucket."""
-        place = each.place
-        if place is None:
-            return False
-        above = join(self._path, BUCKETS, component(prefix + place.key))
-        stored = {name.rpartition("/")[2]: name for name in self._source.stored_below(above)}
+        for place in each.places:
+            above = join(self._path, BUCKETS, component(prefix + place.key))
+            stored = {name.rpartition("/")[2]: name for name in self._source.stored_below(above)}
+            if stored:
+                return self._add_slots(each, place, stored)
+        return False
+
+    def _add_slots(self, each: TrainedRange, place: BucketPlace, stored: Mapping[str, str]) -> bool:
         tensors = {slot: tensor for slot, name in stored.items() if (tensor := self._source.stored(name)) is not None}
         if MASTER not in tensors or any(tensor.shape != (place.numel,) for tensor in tensors.values()):
             return False

@@ -34,6 +34,9 @@ from holdfast.frameworks.optimizer_saving import is_replayed
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.mapping.megatron_optimizers import MASTER
 
+#: A hyper-parameter that only Megatron-core 0.16 has, which groups of older folders lack.
+_ADDED = "default_config"
+
 
 class MegatronSlots:
     """An optimizer of Megatron, and the model chunks whose parameters it trains."""
@@ -198,7 +201,10 @@ def _bind_values(path: str, model: str, held: _Held, source: BindingSource) -> I
         count = numbered.bind_steps(source)
     else:
         for name, group in groups.items():
-            source.live(join(path, "param_groups", component(name)), group)
+            above = join(path, "param_groups", component(name))
+            if above in source.nodes and join(above, _ADDED) not in source.nodes:
+                group.pop(_ADDED, None)
+            source.live(above, group)
         yield partial(set_hyper_parameters, held.optimizers, groups)
         for name in group_of:
             source.mark(join(path, "group_of", component(name)))

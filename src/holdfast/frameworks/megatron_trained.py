@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from holdfast.errors import StateError
-from holdfast.interop.megatron_names import group_name
+from holdfast.interop.megatron_names import buffer_name, group_name
 from holdfast.wording import count, kind_of
 
 _CHAINED: Final = "ChainedOptimizer"
@@ -19,13 +19,16 @@ _FLOAT32: Final = "FP32Optimizer"
 _INNER: Final = frozenset(("Adam", "AdamW", "FusedAdam", "SGD", "FusedSGD"))
 #: The entries of a parameter's optimizer state that count its steps.
 STEP: Final = "step"
+#: Megatron aligns weights in buckets to so many elements.
+_ALIGNMENT: Final = 64
 #: Whether a group has experts depends on the layout: with one expert-parallel rank, they are in the other groups.
 _OF_LAYOUT: Final = "is_expert_parallel"
 
 
 class BucketPlace(NamedTuple):
-    """The place of a range in a bucket of a distributed optimizer: the name that Megatron's folders have for the
-    bucket, the number of its elements without padding at its end, and the first element of the range."""
+    """The place of a range in a bucket of a distributed optimizer, or in all buckets of a buffer one after another: the
+    name that Megatron's folders have for it, the number of its elements without padding at the ends of buckets, and the
+    first element of the range."""
 
     key: str
     numel: int
@@ -36,7 +39,7 @@ class TrainedRange(NamedTuple):
     """Elements ``[start, stop)`` of a local parameter, in its row-major order, that an optimizer trains on this rank.
 
     `main` is the tensor that the `inner` optimizer knows. `is_master` says that it is a copy in another dtype; else it
-    shares its memory with the parameter. `place` is that in a bucket, for a distributed optimizer.
+    shares its memory with the parameter. `places` are those in a bucket and in a buffer, for a distributed optimizer.
     """
 
     parameter: torch.Tensor
@@ -46,7 +49,7 @@ class TrainedRange(NamedTuple):
     inner: torch.optim.Optimizer
     is_master: bool
     group: str
-    place: BucketPlace | None = None
+    places: Sequence[BucketPlace] = ()
 
     @property
     def state(self) -> dict[str, Any]:
@@ -151,14 +154,27 @@ def _distributed(optimizer: Any) -> Iterator[TrainedRange]:
     above = f"optimizer.distributed.dp_group_idx_{optimizer.data_parallel_group_idx}"
     for buffer, of_dtypes in enumerate(optimizer.gbuf_ranges):
         for dtypes, number, bucket in ((key, *each) for key, held in of_dtypes.items() for each in enumerate(held)):
-            name = f"{above}.gbuf_idx_{buffer}.dtype_{dtypes}.bucket_idx_{number}"
-            numel = optimizer.buffers[buffer].buckets[number].numel_unpadded
+            places = _places(optimizer.buffers[buffer], buffer_name(above, buffer, dtypes), number)
             for parameter, ranges in bucket["param_map"].items():
                 at_group, at = optimizer.model_param_group_index_map[parameter]
                 group = optimizer.optimizer.param_groups[at_group]
-                held = ranges["param"]
+                held, start = ranges["param"], ranges["gbuf_world_in_bucket"].start
                 found = _range(parameter, held.start, held.end, group["params"][at], optimizer.optimizer, group)
-                yield found._replace(place=BucketPlace(name, numel, ranges["gbuf_world_in_bucket"].start))
+                yield found._replace(places=[place._replace(start=place.start + start) for place in places])
+
+
+def _places(buffer: Any, name: str, number: int) -> list[BucketPlace]:
+    """The place of a bucket itself, and its place in its buffer, unless buffers of other buckets could be as long.
+
+    Weights begin at multiples of `_ALIGNMENT` in a bucket. So where each bucket but the last is a multiple, the buckets
+    lie one after another as one bucket of all weights would. Any other buckets of the same weights make a shorter
+    buffer, for a weight begins earlier in them.
+    """
+    numels = [bucket.numel_unpadded for bucket in buffer.buckets]
+    places = [BucketPlace(f"{name}.bucket_idx_{number}", numels[number], 0)]
+    if not any(numel % _ALIGNMENT for numel in numels[:-1]):
+        places.append(BucketPlace(name, sum(numels), sum(numels[:number])))
+    return places
 
 
 def _whole(optimizer: Any) -> Iterator[TrainedRange]:

@@ -15,6 +15,7 @@ from holdfast.format.manifest import MAX_NUMEL
 from holdfast.format.names import component, join
 from holdfast.format.values import MAX_DEPTH, TorchValue
 from holdfast.geometry import Box, Shape
+from holdfast.interop.flattened_parts import with_whole_shape
 from holdfast.interop.item_places import Item, TensorItems
 from holdfast.interop.pickle_machine import (
     Globals,
@@ -45,6 +46,8 @@ _UNREAD: Final = (
         for name in ("PosixPath", "PurePosixPath", "WindowsPath")
     ),
 )
+#: What Megatron-core up to 0.15 says about tensors that it stored in ranges.
+_WHOLE_SHAPE: Final = "nd_reformulated_orig_global_shape"
 #: The classes of the plans that Megatron keeps in its metadata, which nothing here looks at either.
 _PLANS: Final = (
     *(
@@ -131,6 +134,7 @@ def _decoded(data: bytes) -> DcpMetadata:
     if metadata.get("user_defined_dict"):
         raise UnreadTensorError("it describes flat parameters (save_decomposed_model_optimizer), not the original ones")
     paths = metadata.get("planner_data") or {}
+    ranges = _whole_shapes(metadata.get("mcore_data"))
     homes = _homes(metadata["storage_data"], _ITEMS[root.name], metadata.get("all_tensor_metadata"))
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, tuple[StatePath, Item]] = {}
@@ -149,11 +153,23 @@ def _decoded(data: bytes) -> DcpMetadata:
         taken.add(path)
         if isinstance(entry, PickledObject) and entry.name == _TENSOR:
             tensors[name] = _tensor(name, path, entry.fields, homes)
+            if name in ranges:
+                tensors[name] = DcpTensor(path, with_whole_shape(tensors[name].items, ranges[name]))
         elif isinstance(entry, PickledObject) and entry.name == _BYTES:
             values[name] = path, _home(name, None, homes)
         else:
             raise PickleError(f"{name!r:.200} is neither a tensor nor a value")
     return DcpMetadata(tensors, values)
+
+
+def _whole_shapes(found: object) -> dict[str, Shape]:
+    """The shapes of the tensors that Megatron has stored in ranges, by name."""
+    shapes = {
+        name: about[_WHOLE_SHAPE]
+        for name, about in (found.items() if isinstance(found, dict) else ())
+        if isinstance(about, dict) and _WHOLE_SHAPE in about
+    }
+    return {name: shape_of(shape) for name, shape in shapes.items()}
 
 
 def _fields(record: object, name: str) -> dict[str, Any]:

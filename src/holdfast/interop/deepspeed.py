@@ -33,6 +33,7 @@ from holdfast.interop.deepspeed_layout import FlatParts, grouped, part_numel, pa
 from holdfast.interop.deepspeed_module import add_module, mixed, second_names
 from holdfast.interop.deepspeed_states import ModelStates, OptimStates, model_states, optim_states
 from holdfast.interop.deepspeed_table import TensorTable
+from holdfast.interop.deepspeed_unpartitioned import open_without_zero
 from holdfast.interop.deepspeed_values import FoundValues
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.pickled_tree import CheckedNodes
@@ -54,7 +55,10 @@ class DeepSpeedFormat:
 
     def open(self, folder: ForeignFolder) -> ForeignState:
         """As `ForeignFormat.open`. Reads the pickles of all files, and the count of steps of each rank."""
-        return _Opening(folder, find_files(folder)).state()
+        found = find_files(folder)
+        if found.whole_optimizers:
+            return open_without_zero(folder, found, kind=DeepSpeedFormat.kind)
+        return _Opening(folder, found).state()
 
 
 class _Flat(NamedTuple):

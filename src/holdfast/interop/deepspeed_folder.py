@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, NamedTuple
 
@@ -23,7 +24,7 @@ _EXPERT: Final = re.compile(
     r"layer_(?P<layer>[0-9]{1,9})_expert_(?P<number>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{2,})_model_states\.pt"
 )
 #: The optimizer of an engine with experts and without ZeRO, or with an old version of it.
-_WITHOUT_ZERO: Final = re.compile(r"expp_rank_[0-9]+_mp_rank_[0-9]+_optim_states\.pt")
+_WITHOUT_ZERO: Final = re.compile(r"expp_rank_(?P<rank>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{2,})_optim_states\.pt")
 _OTHER_PARALLEL: Final = re.compile(
     r"layer_[0-9]+-model_[0-9]+-model_states\.pt|expert_[0-9]+_mp_rank_[0-9]+_model_states\.pt"
 )
@@ -44,13 +45,20 @@ class RankFiles(NamedTuple):
 
 class FoundFiles(NamedTuple):
     """The files that are there, by their ranks; a model file of all ranks has rank None. Those of `experts` by the
-    numbers of the layer and of the expert. `root` is the path of their folder, for messages."""
+    numbers of the layer and of the expert. `whole_optimizers` are those of expert-parallel ranks without ZeRO. `root`
+    is the path of their folder, for messages."""
 
     prefix: str
     root: str
     model: dict[int | None, str]
     optim: dict[int, str]
     experts: dict[tuple[int, int], str]
+    whole_optimizers: dict[int, str]
+
+    @property
+    def num_experts(self) -> list[int]:
+        """The number of experts of each layer whose files are there."""
+        return [total for _, total in sorted(Counter(layer for layer, _ in self.experts).items())]
 
     @property
     def is_partitioned(self) -> bool:
@@ -133,6 +141,7 @@ def find_files(folder: ForeignFolder) -> FoundFiles:
     model: dict[int | None, str] = {}
     optim: dict[int, str] = {}
     experts: dict[tuple[int, int], str] = {}
+    whole_optimizers: dict[int, str] = {}
     for name in names:
         if (found := _MODEL.fullmatch(name)) is not None:
             model[None if found["rank"] is None else int(found["rank"])] = prefix + name
@@ -143,10 +152,12 @@ def find_files(folder: ForeignFolder) -> FoundFiles:
             optim[int(found["rank"])] = prefix + name
         elif (found := _EXPERT.fullmatch(name)) is not None:
             experts[int(found["layer"]), int(found["number"])] = prefix + name
+        elif (found := _WITHOUT_ZERO.fullmatch(name)) is not None:
+            whole_optimizers[int(found["rank"])] = prefix + name
     if None in model and len(model) > 1:
         what = "has model files of two saves: one of ZeRO-3 and one of another stage"
         raise damaged(root, what, action="Remove those of another save.")
-    return FoundFiles(prefix, root, model, optim, experts)
+    return FoundFiles(prefix, root, model, optim, experts, whole_optimizers)
 
 
 def complete_files(found: FoundFiles, world_size: int) -> RankFiles:
@@ -187,6 +198,21 @@ def missing_experts(found: FoundFiles, counts: Sequence[int]) -> HoldfastError |
     return None
 
 
+def missing_optimizers(found: FoundFiles, size: int) -> HoldfastError | None:
+    """The error for a folder whose optimizer files are not those of so many expert-parallel ranks."""
+    ranks = set(range(size))
+    for what, others in (
+        ("lacks", ranks - found.whole_optimizers.keys()),
+        ("has", found.whole_optimizers.keys() - ranks),
+    ):
+        if others:
+            action = "Copy the missing files again." if what == "lacks" else "Remove those of another save."
+            details = [f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in sorted(others)[:_SHOWN]]
+            text = f"{what} {count(len(others), 'optimizer file')} of {count(size, 'expert-parallel rank')}"
+            return damaged(found.root, text, action=action, details=details)
+    return None
+
+
 def expert_name(layer: int, number: int) -> str:
     """The name of the file of an expert."""
     return f"layer_{layer}_expert_{number}_mp_rank_00_model_states.pt"
@@ -213,17 +239,14 @@ def _no_such_tag(folder: ForeignFolder, tag: str) -> HoldfastError:
 
 
 def _check_parallel(root: str, names: Iterable[str]) -> None:
-    """Refuse what pipelines, experts without ZeRO and model-parallel ranks wrote."""
+    """Refuse what pipelines and model-parallel ranks wrote."""
     names = tuple(names)
     other = next((name for name in names if _OTHER_PARALLEL.fullmatch(name)), None)
     if other is not None:
         what = f"was saved by a pipeline or by an old DeepSpeed with experts ({other}), which holdfast does not read"
         raise unreadable(root, what, action=_TO_UNIVERSAL)
-    other = next((name for name in names if _WITHOUT_ZERO.fullmatch(name)), None)
-    if other is not None:
-        what = f"was saved with experts and without ZeRO: {other} knows parameters by their order alone"
-        raise unreadable(root, what, action=_TO_UNIVERSAL)
-    found = (_MODEL.fullmatch(name) or _OPTIM.fullmatch(name) or _EXPERT.fullmatch(name) for name in names)
+    patterns = (_MODEL, _OPTIM, _EXPERT, _WITHOUT_ZERO)
+    found = (next(filter(None, (pattern.fullmatch(name) for pattern in patterns)), None) for name in names)
     degrees = {int(each["mp"]) for each in found if each is not None}
     if degrees != {0}:
         what = f"was saved by {count(max(degrees) + 1, 'model-parallel rank')}; holdfast reads checkpoints of one"

@@ -68,6 +68,14 @@ class ExpertLayers(NamedTuple):
         is_held = total % size == 0 and int(found["number"]) < total // size
         return f"{found['layer']}{number}{found['rest']}" if is_held else None
 
+    def local_name(self, name: str, size: int) -> str:
+        """The name that the expert-parallel rank which holds a parameter, one of `size`, has for it."""
+        found = _OF_EXPERT.fullmatch(name)
+        if found is None:
+            return name
+        held = self.counts[found["layer"]] // size
+        return f"{found['layer']}{int(found['number']) % held}{found['rest']}"
+
 
 def is_of_expert(name: str) -> bool:
     """Whether this is the name of a parameter of an expert."""

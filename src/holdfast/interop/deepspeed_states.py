@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from holdfast.format.manifest import MAX_AXES, MAX_NUMEL
@@ -40,6 +41,8 @@ _ENGINE_KEYS: Final = frozenset(
         *("random_ltd", "skipped_steps", "sparse_tensor_module_names", "universal_checkpoint_info"),
     )
 )
+#: The state and the options of a loss scaler, where they lie beside the optimizer's state.
+_SCALER_KEYS: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
 #: Values beside the optimizer's state.
 _SCALING_KEYS: Final = ("clip_grad", "dynamic_loss_scale", "overflow")
 
@@ -83,9 +86,9 @@ class OptimStates(NamedTuple):
     scaling: Mapping[str, object]
 
 
-def model_states(content: object, *, is_universal: bool = False) -> ModelStates:
-    """The content of a model file, which in a universal folder may lack the module. Raises `PickleError` for anything
-    else."""
+def model_states(content: object, *, is_universal: bool = False, has_zero: bool = True) -> ModelStates:
+    """The content of a model file, which in a universal folder may lack the module, and without ZeRO has no shapes of
+    parameters. Raises `PickleError` for anything else."""
     table = _dict(content, "a model file")
     module = table.get("module")
     if module is None and is_universal:
@@ -93,12 +96,12 @@ def model_states(content: object, *, is_universal: bool = False) -> ModelStates:
     if module is None and "module" in table:
         raise PickleError("it has no module, as files of pipelines")
     groups = table.get("param_shapes")
-    if groups is None and "module" in table:
-        raise PickleError("it was saved without ZeRO")
+    if (groups is None) == has_zero and "module" in table:
+        raise PickleError(f"it was saved with{'out' if has_zero else ''} ZeRO")
     return ModelStates(
         _named(module, "module"),
         frozenset(map(_text, _list(table.get("buffer_names", ()), "the names of buffers"))),
-        [_shapes(group) for group in _list(groups, "param_shapes")],
+        [_shapes(group) for group in _list(groups, "param_shapes")] if has_zero else [],
         _shapes(table.get("frozen_param_shapes") or {}),
         _tensors(table.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
         {name: _text(target) for name, target in _named(table.get("shared_params") or {}, "shared_params").items()},
@@ -138,6 +141,44 @@ def optim_states(content: object) -> OptimStates:
         scaler.fields if isinstance(scaler, PickledObject) else None,
         {key: table[key] for key in _SCALING_KEYS if key in table},
     )
+
+
+class WholeOptimizer(NamedTuple):
+    """The optimizer of one expert-parallel rank of an engine without ZeRO: the state of each parameter by its number,
+    and the groups with the numbers of theirs. `masters` are the master weights by these numbers, where the module has
+    another dtype."""
+
+    state: Mapping[int, Mapping[str, object]]
+    param_groups: Sequence[Mapping[str, object]]
+    numbers: Sequence[Sequence[int]]
+    masters: Mapping[int, PickledTensor]
+    loss_scaler: Mapping[str, object] | None
+
+
+def whole_optimizer(content: object) -> WholeOptimizer:
+    """The content of the optimizer file of an expert-parallel rank. Raises `PickleError` for anything else."""
+    outer = _dict(_dict(content, "an optimizer file").get("optimizer"), "the optimizer's state")
+    if "fp32_groups_flat" in outer:
+        raise PickleError("its master weights lie one behind the other (FP16_Optimizer), which is read with ZeRO only")
+    table = _dict(outer.get("optimizer_state_dict", outer), "the optimizer's state")
+    groups = [_named(group, "a group") for group in _list(table.get("param_groups"), "the groups")]
+    numbers = [_list(group.get("params"), "the parameters of a group") for group in groups]
+    found: list[list[int]] = [[each for each in held if type(each) is int] for held in numbers]
+    if list(chain.from_iterable(found)) != list(range(sum(map(len, numbers)))):
+        raise PickleError("its groups do not count their parameters from 0 on")
+    state = {}
+    for number, slots in _dict(table.get("state"), "the optimizer's state").items():
+        if type(number) is not int or not 0 <= number < sum(map(len, found)):
+            raise PickleError("it has state of a parameter that is in no group")
+        state[number] = _named(slots, "the slots")
+    kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    masters = _list(outer.get("fp32_groups", ()), "the master weights")
+    parts = chain.from_iterable(_list(group, "the master weights") for group in masters)
+    held = [_tensor(each, "the master weights") for each in parts]
+    if held and len(held) != sum(map(len, found)):
+        raise PickleError("its groups have other parameters than the master weights")
+    scaler = {key: outer[key] for key in _SCALER_KEYS if key in outer} if outer.get("dynamic_loss_scale") else None
+    return WholeOptimizer(state, kept, found, dict(enumerate(held)), scaler)
 
 
 def universal_states(content: object, *, num_flat: int) -> OptimStates:

@@ -25,7 +25,8 @@ _WINDOW_NBYTES: Final = 16 << 10
 class Item(NamedTuple):
     """One item of a file: its first byte and its size. `transforms` names what its bytes were put through.
 
-    It is an archive, or with `is_bare` the elements themselves.
+    It is an archive, or with `is_bare` the elements themselves. Where it has several parts, `stored` is the shape of
+    the tensor in it, and `first` the part's first element there.
     """
 
     file: str
@@ -33,6 +34,8 @@ class Item(NamedTuple):
     nbytes: int
     transforms: tuple[str, ...] = ()
     is_bare: bool = False
+    stored: Shape | None = None
+    first: int = 0
 
 
 class TensorItems(NamedTuple):
@@ -121,7 +124,9 @@ class _ItemOffsets:
             return item.start
         place = ArchivePlace(self._windows, item.file, item.start, item.nbytes)
         try:
-            return TorchArchive(place).tensor_offset(tensor.dtype, box.size)
+            shape = box.size if item.stored is None else item.stored
+            start = TorchArchive(place).tensor_offset(tensor.dtype, shape)
+            return start + item.first * DTYPES[tensor.dtype].itemsize
         except UnreadTensorError as error:
             what = f"holds {shown(name):.200} in a form that holdfast does not read: {error}"
             action = (

@@ -2,7 +2,8 @@
 
 Such a folder is one of DCP, whose names are Megatron's keys, and ``common.pt`` with all values that are no objects of
 single ranks. Weights are ``model/<key>``. State of the optimizer is ``optimizer/state/model/<key>/<slot>``, or, in the
-format ``dp_reshardable``, ``optimizer/buckets/<bucket>/<slot>``. Everything else is below ``megatron``.
+format ``dp_reshardable``, ``optimizer/buckets/<bucket>/<slot>``. In the format ``dp_zero_gather_scatter``, all buckets
+of a buffer are one. Everything else is below ``megatron``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from holdfast.interop.dcp_metadata import DcpMetadata, moved
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState
 from holdfast.interop.megatron_iterations import COMMON, find_iteration, is_megatron
 from holdfast.interop.megatron_names import MASTERS, optimizer_entry, random_shard, tensor_path
-from holdfast.interop.megatron_values import MegatronValues, unpacked
+from holdfast.interop.megatron_values import OPTIMIZER, MegatronValues, unpacked
 
 
 class MegatronFormat:
@@ -41,7 +42,7 @@ class MegatronFormat:
         return state_of(
             folder,
             path,
-            _without_read_objects(metadata),
+            _without_read_objects(metadata, reads_optimizer=values.reads_optimizer),
             kind=MegatronFormat.kind,
             data=data + storage.read(found.prefix + COMMON),
             more=values.tree,
@@ -68,11 +69,15 @@ def _renamed(metadata: DcpMetadata, prefix: str) -> DcpMetadata:
     return DcpMetadata(tensors, values)
 
 
-def _without_read_objects(metadata: DcpMetadata) -> DcpMetadata:
-    """The content without the objects that are no extra states of modules: those were read, or are nothing to load."""
+def _without_read_objects(metadata: DcpMetadata, *, reads_optimizer: bool) -> DcpMetadata:
+    """The content without the objects that are no extra states of modules: those were read, or are nothing to load.
+    An optimizer in a format that is not read has no tensors, whose parts would be taken for others."""
     values = {
         key: value
         for key, value in metadata.values.items()
         if optimizer_entry(key) is None and random_shard(key) is None
     }
-    return DcpMetadata(metadata.tensors, values)
+    tensors = {
+        key: tensor for key, tensor in metadata.tensors.items() if reads_optimizer or tensor.path[0] != OPTIMIZER
+    }
+    return DcpMetadata(tensors, values)

@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.checkpoint.stored_state import NO_STEP
 from holdfast.decoding import decode_json
-from holdfast.errors import HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.format.names import shown
 from holdfast.interop.dcp import METADATA
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
@@ -66,16 +66,35 @@ def iteration_name(step: int) -> str:
 
 def write_tracker(above: Store, name: str) -> None:
     """Have the tracker file name the folder `name`, as Megatron does after a save. It stays where it names a later
-    iteration, from which Megatron would go on, and the log says so."""
+    iteration, from which Megatron would go on, and the log says so. Raises as `check_tracker`."""
     iteration = _iteration(name)
-    there = above.read(TRACKER, limit=_MAX_TRACKER_NBYTES) if above.nbytes(TRACKER) is not None else b""
-    if iteration is not None and there.strip().isdigit() and int(there) > iteration:
+    there = check_tracker(above)
+    if iteration is not None and there.isdigit() and int(there) > iteration:
         _log.warning(
             "'%s' keeps naming iteration %d, which is later than %d", above.path(TRACKER), int(there), iteration
         )
         return
     above.delete(TRACKER)
     above.create(TRACKER, (RELEASE if iteration is None else str(iteration)).encode())
+
+
+def check_tracker(above: Store) -> bytes:
+    """The text of the tracker file; empty where there is none, or where a killed Megatron has left it so.
+
+    Raises `ConfigurationError`, code ``config.destination``, where something else has its name: nothing replaces it.
+    """
+    nbytes = above.nbytes(TRACKER)
+    if nbytes is None and TRACKER not in above.list(""):
+        return b""
+    text = above.read(TRACKER).strip() if nbytes is not None and nbytes <= _MAX_TRACKER_NBYTES else None
+    if text is None or not (text in (b"", RELEASE.encode()) or text.isdigit()):
+        raise ConfigurationError(
+            f"'{above.path(TRACKER)}' is no tracker file of Megatron, which names one iteration.",
+            code="config.destination",
+            action="Move it elsewhere, or name another folder.",
+            path=above.path(TRACKER),
+        )
+    return text
 
 
 def is_megatron(names: Collection[str]) -> bool:
@@ -139,6 +158,12 @@ def _check(found: IterationFolder, above: ForeignFolder) -> None:
         legacy = next(name for name in names if _LEGACY.fullmatch(name))
         what = f"is in Megatron's legacy format (--ckpt-format torch): {legacy} is the part of one rank"
         raise unreadable(found.path, what, action=_CONVERT)
+    if METADATA in names and not {CONFIG, COMMON} & set(names):
+        what = (
+            "is a plain folder of DCP, as Megatron writes with --ckpt-format fsdp_dtensor (Megatron-FSDP) or torch_dcp"
+        )
+        action = "Name that folder itself: its tensors are read as those of any folder of DCP, under Megatron's names."
+        raise unreadable(found.path, what, action=action)
     if CONFIG not in names:
         what = f"has no {CONFIG}, which Megatron writes last: its save did not finish, or the file was not copied"
         others = tuple(name for name in above.names if f"{name}/" != found.prefix)

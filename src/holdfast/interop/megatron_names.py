@@ -48,6 +48,17 @@ def tensor_path(key: str) -> NamePath:
     return "model", key
 
 
+def buffer_name(group: str, number: int, dtypes: object) -> str:
+    """The name of a buffer of a distributed optimizer; `group` is that of its data-parallel group, `dtypes` are those
+    of its weights and gradients, as Megatron writes them. The keys of its buckets begin so."""
+    return f"{group}.gbuf_idx_{number}.dtype_{dtypes}"
+
+
+def group_of_buffers(key: str) -> str:
+    """The data-parallel group whose buffers an object of the optimizer has."""
+    return key.partition("/")[0].rpartition(".")[0]
+
+
 def optimizer_entry(key: str) -> str | None:
     """The kind of an object of the optimizer, such as ``optimizer`` or ``grad_scaler``; None for any other object."""
     found = _VALUE.fullmatch(key)

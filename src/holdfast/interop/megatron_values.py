@@ -8,21 +8,30 @@ from typing import Final, NamedTuple
 
 from holdfast.errors import StateError
 from holdfast.format.names import component, join
-from holdfast.format.values import Open, Stateful, TableNode
+from holdfast.format.values import Open, Stateful, TableNode, TorchValue
 from holdfast.interop.dcp_metadata import DcpMetadata
 from holdfast.interop.foreign_format import damaged
 from holdfast.interop.item_places import Item
 from holdfast.interop.megatron_archives import ObjectArchive
 from holdfast.interop.megatron_iterations import COMMON, IterationFolder
-from holdfast.interop.megatron_names import BUCKETS, group_name, optimizer_entry, random_shard
+from holdfast.interop.megatron_names import (
+    BUCKETS,
+    MASTERS,
+    buffer_name,
+    group_name,
+    group_of_buffers,
+    optimizer_entry,
+    random_shard,
+)
 from holdfast.interop.megatron_random import StoredRandom, random_tree
 from holdfast.interop.pickle_machine import PickledObject, PickleError, UnknownGlobal, UnknownObject
 from holdfast.interop.pickled_tree import PickledTree, pickled_tree
 from holdfast.interop.torch_archive import ArchiveError, Windows
 from holdfast.interop.torch_globals import BYTES_FILE, PickledTensor
+from holdfast.mapping.megatron_optimizers import MASTER
 
 #: The keys of ``common.pt`` that live objects have, too; all others are entries of `_JOB`.
-_OPTIMIZER: Final = "optimizer"
+OPTIMIZER: Final = "optimizer"
 _SCHEDULER: Final = "opt_param_scheduler"
 _JOB: Final = "megatron"
 _ARGUMENTS: Final = "args"
@@ -31,6 +40,9 @@ _NOT_HYPER: Final = frozenset(("params", "step", "is_expert_parallel"))
 #: The packages whose objects among the arguments are shown as text.
 _NAMED_IN: Final = ("megatron.", "torch.")
 _GATHERED: Final = "param_state"
+#: Where a distributed optimizer names its format, and those that are read.
+_SHARDING: Final = "param_state_sharding_type"
+_SHARDINGS: Final = ("fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter")
 
 
 class _OptimizerValues(NamedTuple):
@@ -62,9 +74,12 @@ class MegatronValues:
                 self._add("scheduler", value, common)
                 if isinstance(node := self.tree.nodes["scheduler"], TableNode):
                     self.tree.nodes["scheduler"] = Stateful(node)
-            elif key != _OPTIMIZER:
+            elif key != OPTIMIZER:
                 self._add(join(_JOB, component(str(key))), _readable(value) if key == _ARGUMENTS else value, common)
-        held = content.get(_OPTIMIZER)
+        held = content.get(OPTIMIZER)
+        self._unread = _unread_sharding(held)
+        #: Whether the optimizer is in a format that is read.
+        self.reads_optimizer = self._unread is None
         self._add_optimizer([*_in_common(held, common), *self._in_objects(metadata)], metadata)
         self._add_random(metadata, content.get(_ARGUMENTS))
 
@@ -75,7 +90,7 @@ class MegatronValues:
         """The optimizers whose values are objects: those of the formats that keep the layout of the save."""
         for name, (_, item) in sorted(metadata.values.items()):
             entry = optimizer_entry(name)
-            if entry in (_OPTIMIZER, "grad_scaler"):
+            if entry in (OPTIMIZER, "grad_scaler"):
                 source = self._archive(item)
                 for part in unpacked(source.content):
                     yield _OptimizerValues(_number_in_chain(name), {entry: part}, source)
@@ -93,21 +108,21 @@ class MegatronValues:
         self.tree.items.update(found.items)
 
     def _add_optimizer(self, optimizers: list[_OptimizerValues], metadata: DcpMetadata) -> None:
-        slots = {tensor.path[1] for tensor in metadata.tensors.values() if tensor.path[0] == _OPTIMIZER}
+        slots = {tensor.path[1] for tensor in metadata.tensors.values() if tensor.path[0] == OPTIMIZER}
         if not optimizers and not slots:
             return
-        if any(optimizer_entry(name) == _GATHERED for name in metadata.values):
-            what = "the distributed optimizer was saved in the format dp_zero_gather_scatter, which is none of tensors"
-            self.tree.nodes[_OPTIMIZER] = PickleError(what)
+        if self._unread is not None:
+            self.tree.nodes[OPTIMIZER] = self._unread
             return
-        self.tree.nodes[_OPTIMIZER] = Open("optimizer")
-        entries = ("state", "param_groups", "group_of", *((BUCKETS,) if BUCKETS in slots else ()))
-        self.tree.nodes.update((join(_OPTIMIZER, entry), Open("dict")) for entry in entries)
+        self.tree.nodes[OPTIMIZER] = Open("optimizer")
+        has_buckets = BUCKETS in slots or self._add_buffers(metadata)
+        entries = ("state", "param_groups", "group_of", *((BUCKETS,) if has_buckets else ()))
+        self.tree.nodes.update((join(OPTIMIZER, entry), Open("dict")) for entry in entries)
         groups: dict[str, object] = {}
         steps: list[object] = []
         scalers: dict[int, tuple[object, ObjectArchive]] = {}
         for number, state, source in optimizers:
-            inner = state.get(_OPTIMIZER, state)
+            inner = state.get(OPTIMIZER, state)
             for group in _groups(inner):
                 values = {key: value for key, value in group.items() if key not in _NOT_HYPER}
                 if groups.setdefault(group_name(group), values) != values:
@@ -117,16 +132,26 @@ class MegatronValues:
             if "grad_scaler" in state:
                 scalers.setdefault(number, (state["grad_scaler"], source))
         for name, found in groups.items():
-            self._add(join(_OPTIMIZER, "param_groups", component(name)), found, optimizers[0].source)
+            self._add(join(OPTIMIZER, "param_groups", component(name)), found, optimizers[0].source)
         for at, (scaler, source) in scalers.items():
-            path = join(_OPTIMIZER, "grad_scaler", str(at))
+            path = join(OPTIMIZER, "grad_scaler", str(at))
             self._add(path, scaler, source)
             if isinstance(scaler, dict) and isinstance(self.tree.nodes[path], Open):
                 self.tree.nodes[path] = TableNode("dict", tuple(component(str(key)) for key in scaler))
         if scalers:
-            self.tree.nodes[join(_OPTIMIZER, "grad_scaler")] = Open("dict")
+            self.tree.nodes[join(OPTIMIZER, "grad_scaler")] = Open("dict")
         if steps:
-            self.tree.nodes.update(pickled_tree(join(_OPTIMIZER, "step"), _one_count(steps)).nodes)
+            self.tree.nodes.update(pickled_tree(join(OPTIMIZER, "step"), _one_count(steps)).nodes)
+
+    def _add_buffers(self, metadata: DcpMetadata) -> bool:
+        """Add the buffers that are in objects, each with all of its buckets, and return whether there are any."""
+        found = [(name, item) for name, (_, item) in metadata.values.items() if optimizer_entry(name) == _GATHERED]
+        for name, item in found:
+            source = self._archive(item)
+            for buffers in unpacked(source.content):
+                for key, slots in _buffers(buffers, group_of_buffers(name)):
+                    self._add(join(OPTIMIZER, BUCKETS, component(key)), slots, source)
+        return bool(found)
 
     def _add(self, name: str, value: object, source: ObjectArchive) -> None:
         """Add a value, and the tensors in it. What cannot be read is an error where it is looked up."""
@@ -159,8 +184,33 @@ def _in_common(held: object, source: ObjectArchive) -> Iterator[_OptimizerValues
         return
     chained = held.items() if held and all(type(key) is int for key in held) else [(0, held)]
     for number, state in chained:
-        if isinstance(state, dict) and (_OPTIMIZER in state or "param_groups" in state):
+        if isinstance(state, dict) and (OPTIMIZER in state or "param_groups" in state):
             yield _OptimizerValues(number, state, source)
+
+
+def _unread_sharding(held: object) -> PickleError | None:
+    """An error, if ``common.pt`` says that the distributed optimizer is in a format that is not read."""
+    parts = [held, *held.values()] if isinstance(held, dict) else []
+    for part in parts:
+        sharding = part.get(_SHARDING) if isinstance(part, dict) else None
+        if sharding is not None and sharding not in _SHARDINGS:
+            known = f"{', '.join(_SHARDINGS[:-1])} and {_SHARDINGS[-1]}"
+            return PickleError(f"the distributed optimizer is in the format {sharding!r:.60}; {known} are read")
+    return None
+
+
+def _buffers(content: object, group: str) -> Iterator[tuple[str, dict[str, PickledTensor]]]:
+    """The buffers of a data-parallel group, by their names, with their slots."""
+    for number, of_dtypes in content.items() if isinstance(content, dict) else ():
+        for dtypes, held in of_dtypes.items() if type(number) is int and isinstance(of_dtypes, dict) else ():
+            if isinstance(held, dict) and type(dtypes) is tuple:
+                text = ", ".join(f"torch.{each.text}" for each in dtypes if isinstance(each, TorchValue))
+                slots = {
+                    MASTER if slot in MASTERS else slot: tensor
+                    for slot, tensor in held.items()
+                    if isinstance(slot, str) and isinstance(tensor, PickledTensor)
+                }
+                yield buffer_name(group, number, f"({text})"), slots
 
 
 def _number_in_chain(name: str) -> int:

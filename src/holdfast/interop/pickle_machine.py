@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from holdfast.format.values import TorchValue
+
 #: Makes the object of a global from the arguments of its call.
 Make = Callable[[tuple[Any, ...]], object]
 #: What globals stand for, by ``module name``: a function that makes an object, or a constant.
@@ -27,6 +29,8 @@ _DOUBLE: Final = struct.Struct(">d")
 #: Most keys of a dict that are larger numbers than `_LARGE_KEY`: Python hashes them modulo 2**61 - 1, so many of them
 #: can be chosen to have one hash, and each such key costs a comparison with all the others.
 _MAX_LARGE_KEYS: Final = 1024
+#: Most dtypes in a key.
+_MAX_DTYPES: Final = 4
 _LARGE_KEY: Final = 1 << 48
 #: The arguments of calls have at most so many items and characters for each byte of the pickle, and so many besides. A
 #: pickle can call a function many times with one large argument.
@@ -129,6 +133,11 @@ def unpickled(
         raise
     except (IndexError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:
         raise PickleError(f"it is malformed at byte {machine.at} ({error!s:.200})") from error
+
+
+def _is_of_dtypes(key: object) -> bool:
+    """Whether a key is a tuple of dtypes, as Megatron's optimizers have."""
+    return type(key) is tuple and len(key) <= _MAX_DTYPES and all(isinstance(each, TorchValue) for each in key)
 
 
 class _Machine:
@@ -275,7 +284,7 @@ class _Machine:
         if not isinstance(target, dict):
             raise PickleError("it sets items of something else than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, (*_KEYS, PickledObject)):
+            if not isinstance(key, (*_KEYS, PickledObject)) and not _is_of_dtypes(key):
                 raise PickleError(f"it has a key of type {type(key).__name__}")
             if is_large_key(key):
                 self._num_large_keys += 1

@@ -23,7 +23,7 @@ from holdfast.plan.placements import division_order, local_boxes
 _DTENSOR: Final = "DTensorShardingMetadata"
 _VERSION: Final = "2."
 _TORCH: Final = "TorchSerialization"
-#: The file of an item of a rank, where no layout says otherwise.
+#: The names of `rank_file`.
 _RANK_FILE: Final = re.compile(r"(?P<item>.+)_(?P<rank>0|[1-9][0-9]{0,8})\.pt")
 
 
@@ -48,10 +48,13 @@ class RankDivision(NamedTuple):
 
 class ItemRecord(NamedTuple):
     """An item: for each rank that has it, its file and the format of that; and its tensors that are divided, by their
-    names below the item."""
+    names below the item.
+
+    `lost` are the files that ranks lack of an item that nothing but its files describes."""
 
     files: Mapping[int, tuple[str, str]]
     divisions: Mapping[str, RankDivision]
+    lost: Sequence[str] = ()
 
 
 class RankRecords(NamedTuple):
@@ -69,7 +72,15 @@ class RankRecords(NamedTuple):
             if found is not None and found["item"] not in self.items and int(found["rank"]) < self.world_size:
                 record = items.setdefault(found["item"], ItemRecord({}, {}))
                 items[found["item"]] = record._replace(files={**record.files, int(found["rank"]): (name, _TORCH)})
+        for item, record in items.items():
+            lost = [rank_file(item, rank) for rank in range(self.world_size) if rank not in record.files]
+            items[item] = record._replace(lost=lost)
         return self._replace(items={**self.items, **items})
+
+
+def rank_file(item: str, rank: int) -> str:
+    """The file of an item of a rank, where no layout says otherwise."""
+    return f"{item}_{rank}.pt"
 
 
 def decode_records(data: bytes) -> RankRecords:
@@ -102,7 +113,7 @@ def _item(key: str, item: Any, world_size: int) -> ItemRecord:
         if type(rank) is not int or not 0 <= rank < world_size:
             raise PickleError("an item is of a rank that does not exist")
         if layout is None:
-            files[rank] = f"{key}_{rank}.pt", _TORCH
+            files[rank] = rank_file(key, rank), _TORCH
         else:
             files[rank] = str(layout["file_path"]), str(layout["serialization_format"]["type"])
     if not files:

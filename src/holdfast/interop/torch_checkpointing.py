@@ -28,7 +28,13 @@ from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.given_places import GivenPlaces
 from holdfast.interop.pickle_machine import ForbiddenGlobalError, PickleError
 from holdfast.interop.pickled_tree import CheckedNodes, PickledTree, RankParts, pickled_tree
-from holdfast.interop.rank_records import RANK_GLOBALS, ItemRecord, RankDivision, RankRecords, decode_records
+from holdfast.interop.rank_records import (
+    RANK_GLOBALS,
+    ItemRecord,
+    RankDivision,
+    RankRecords,
+    decode_records,
+)
 from holdfast.interop.strided_parts import behind, is_possible, is_row_major
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor
@@ -91,6 +97,10 @@ class _MergedTensor(NamedTuple):
     division: RankDivision | None
 
 
+class _LostFileError(PickleError):
+    """A rank has no file of an item that nothing but the files describes."""
+
+
 class _Merging:
     """The state that the objects of all ranks make up."""
 
@@ -110,16 +120,19 @@ class _Merging:
 
     def state(self) -> dict[str, object]:
         """The whole state."""
-        return {key: self._merged(component(key), values, record) for key, values, record in self._items()}
-
-    def _items(self) -> Sequence[tuple[str, Mapping[int, object], ItemRecord]]:
-        return [(key, self._objects[key], record) for key, record in self._records.items.items()]
+        return {
+            key: self._merged(component(key), self._objects[key], record) for key, record in self._records.items.items()
+        }
 
     def _merged(self, name: str, values: Mapping[int, object], record: ItemRecord, depth: int = 0) -> object:
         self._left -= len(values)
         if self._left < 0 or depth > MAX_DEPTH:
             raise PickleError("its objects refer to each other too often, or are nested too deeply")
         first = next(iter(values.values()), None)
+        is_container = isinstance(first, dict) or type(first) in (list, tuple)
+        if record.lost and not is_container:
+            more = f", and {count(len(record.lost) - 1, 'more file')}" if len(record.lost) > 1 else ""
+            return _LostFileError(f"{shown(record.lost[0]):.200} is missing{more}")
         if all(isinstance(value, PickledTensor) for value in values.values()):
             return self._tensor(name, cast("Mapping[int, PickledTensor]", values), record)
         if all(type(value) is type(first) for value in values.values()):
@@ -263,6 +276,9 @@ def _json(folder: ForeignFolder, key: str) -> object:
 
 def _refused(folder: ForeignFolder, name: str, error: PickleError) -> HoldfastError:
     what = f"holds {shown(name):.200}, which cannot be read: {error}"
+    if isinstance(error, _LostFileError):
+        action = "Copy the file again. If that rank saved no such item, leave the item out with select=."
+        return damaged(folder.location.url, what, action=action)
     action = "Leave it out with select=, or load it with torch_checkpointing and save it again as plain values."
     return unreadable(folder.location.url, what, action=action)
 
