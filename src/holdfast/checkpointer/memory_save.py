@@ -17,6 +17,7 @@ from holdfast.control.torch_store import default_channel
 from holdfast.format.patterns import Globs
 from holdfast.snapshot.capture import Snapshot
 from holdfast.state.identity import sources_of
+from holdfast.state.watched_positions import note_saved_positions
 
 
 def save_into_memory(
@@ -42,6 +43,7 @@ def save_into_memory(
         tier.put_off(channel, deadline)
     machine.begin("node memory", is_first_rank=channel.rank == 0)
     stager = tier.stager
+    note_saved_positions(state, is_first_rank=channel.rank == 0)
     sources = sources_of(state, is_first_rank=channel.rank == 0)
     hold = stager.guard.hold(timeout_s=deadline.remaining_s())
     try:

@@ -13,6 +13,7 @@ from holdfast.data.batch_share import BatchShare
 from holdfast.data.data_identity import StateValue, check_identity
 from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.data.permutation import Numbers
+from holdfast.data.position_watch import PositionWatch
 from holdfast.errors import ConfigurationError
 from holdfast.wording import count, kind_of
 
@@ -37,6 +38,8 @@ class BatchOrder(ABC):
         self._drawn: deque[int] = deque()
         #: Counts the times that the position was set anew, which ends all iterations that began earlier.
         self._num_starts = 0
+        remedy = "take them from order.follow(loader), or call order.advance() after each step"
+        self._watch = PositionWatch(type(self).__name__, remedy)
 
     @property
     def position(self) -> int:
@@ -60,6 +63,7 @@ class BatchOrder(ABC):
             for samples in self._samples(places).reshape(num_batches, size):
                 position += batch
                 drawn.append(position)
+                self._watch.draw()
                 yield samples.tolist()
 
     @abstractmethod
@@ -75,6 +79,7 @@ class BatchOrder(ABC):
         if not self._drawn:
             raise _not_drawn()
         self._position = self._drawn.popleft()
+        self._watch.move()
 
     def follow(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of `loader`, whose batch sampler this order is. Each counts as trained on when it is given.
@@ -124,6 +129,11 @@ class BatchOrder(ABC):
         """Make iterations that began earlier invalid."""
         self._drawn = deque()
         self._num_starts += 1
+        self._watch.move()
+
+    def note_saved_position(self) -> None:
+        """A save stores the position. Warns, once, if batches were drawn since the last one and none was trained on."""
+        self._watch.save(self._position)
 
     def state_dict(self) -> dict[str, StateValue]:
         """The position, and what the order follows from. Equal on all ranks."""

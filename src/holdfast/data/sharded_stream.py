@@ -13,6 +13,7 @@ from holdfast.data.batch_order import refuse_out_of_order
 from holdfast.data.batch_share import batch_share
 from holdfast.data.data_identity import VERSION, StateValue, check_identity, checked_fingerprint
 from holdfast.data.loader_workers import keep_random_state, keep_workers
+from holdfast.data.position_watch import PositionWatch
 from holdfast.errors import ConfigurationError
 from holdfast.options import checked_number
 
@@ -67,6 +68,12 @@ class StreamPosition:
         self.position = 0
         #: Counts the loads, each of which ends all iterations that began earlier.
         self.num_loads = 0
+        #: Of the batches that are drawn in this process, not in workers.
+        self.watch = PositionWatch("ShardedStream", "take them from stream.follow(loader)")
+
+    def note_saved_position(self) -> None:
+        """A save stores the position. Warns, once, if batches were drawn since the last one and none was trained on."""
+        self.watch.save(self.position)
 
     def state_dict(self) -> dict[str, StateValue]:
         """The position, and the identity of the stream. Equal on all ranks."""
@@ -80,6 +87,7 @@ class StreamPosition:
         """
         self.position = check_identity(self._identity, state)
         self.num_loads += 1
+        self.watch.move()
 
 
 class ShardedStream(IterableDataset[tuple[object, _Drawn]]):
@@ -164,6 +172,7 @@ class ShardedStream(IterableDataset[tuple[object, _Drawn]]):
                     source = sources[shard] = self._opened(shard)
                 samples.append(_next_of(source, shard))
                 states[shard] = source.state_dict()
+            self._position.watch.draw()
             yield self._collate_fn(samples), _Drawn(start, states)
 
     def _opened(self, shard: int) -> ShardSource[object]:
@@ -218,6 +227,7 @@ class ShardedStream(IterableDataset[tuple[object, _Drawn]]):
         for shard, state in drawn.states.items():
             self._shards[shard].state = state
         self._position.position += self._share.global_batch_size
+        self._position.watch.move()
 
 
 def _next_of(source: ShardSource[object], shard: int) -> object:

@@ -47,6 +47,7 @@ from holdfast.saving.stored_place import StoredPlace
 from holdfast.snapshot.device import await_queued
 from holdfast.state.flatten import flatten
 from holdfast.state.identity import sources_of
+from holdfast.state.watched_positions import note_saved_positions
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -138,6 +139,7 @@ def save_to_storage(
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     ranks = group_ranks(group)
+    note_saved_positions(state, is_first_rank=channel.rank == 0)
     return save_over(
         channel,
         deadline,

@@ -120,6 +120,11 @@ def found_in(state: object) -> list[Found]:
     return [Found(path, itself) for path, itself in items if itself is not None]
 
 
+def entries_of(state: object) -> Iterator[object]:
+    """The modules, optimizers and objects with a ``state_dict`` in a state."""
+    return (item for _, item in _items(state, "", tensors=False))
+
+
 def _numbers_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """The numbers by which `TensorMemory` recognises the memory of local tensors."""
     return [storage._cdata for storage in _storages(tensors) if storage is not None]  # noqa: SLF001
