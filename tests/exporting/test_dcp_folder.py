@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -61,23 +63,27 @@ def test_a_whole_state_is_loaded_by_stock_dcp_into_plain_tensors_and_values(tmp_
     report = holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp")
     slots = {
         name: {"exp_avg": torch.zeros(shape), "exp_avg_sq": torch.zeros(shape), "step": torch.zeros(())}
-        for name, shape in (("lm_head.weight", (700, 300)), ("model.up.weight", (500, 300)), ("model.up.bias", (500,)))
+        for name, shape in (
+            ("model.embed.weight", (700, 300)),
+            ("model.up.weight", (500, 300)),
+            ("model.up.bias", (500,)),
+        )
     }
     live: Any = {
         "model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].state_dict().items()},
-        "optimizer": {"state": {"model": slots}, "param_groups": {"0": {"lr": 0.0, "betas": None}}},
+        "optimizer": {"state": slots, "param_groups": [{"lr": 0.0, "betas": None}]},
         "progress": {"samples": 0, "name": "", "best": None, "seen": None, "dtype": None},
         "list": [torch.zeros(3), 0],
     }
     dcp.load(live, checkpoint_id=tmp_path / "dcp")
     stored = state["model"].state_dict()
     assert {name: bits(tensor) for name, tensor in live["model"].items()} == {n: bits(t) for n, t in stored.items()}
-    parameters = dict(state["model"].named_parameters())
+    parameters = dict(state["model"].named_parameters(remove_duplicate=False))
     for name, loaded in slots.items():
         kept = state["optimizer"].state[parameters[name]]
         assert {slot: bits(tensor) for slot, tensor in loaded.items()} == {s: bits(t) for s, t in kept.items()}
     assert live["progress"] == state["progress"]
-    assert live["optimizer"]["param_groups"]["0"] == {"lr": 0.01, "betas": (0.9, 0.999)}
+    assert live["optimizer"]["param_groups"] == [{"lr": 0.01, "betas": (0.9, 0.999)}]
     assert (live["list"][0].tolist(), live["list"][1]) == ([1.0, 1.0, 1.0], 4)
     assert (report.to, report.files, report.num_tensors) == ("dcp", ("__0_0.distcp",), 17)
     assert report.num_values == 21
@@ -193,6 +199,48 @@ def test_globs_choose_tensors_and_values(tmp_path: Path) -> None:
     assert caught.value.code == "incompatible.select"
 
 
+def tied_training(seed: int, lr: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose head is its embedding, which comes first as in transformers, and its optimizer after a step."""
+    torch.manual_seed(seed)
+    embed, head = torch.nn.Embedding(11, 5), torch.nn.Linear(5, 11, bias=False)
+    head.weight = embed.weight
+    model = torch.nn.Sequential(OrderedDict(embed=embed, up=torch.nn.Linear(5, 5), a_head=head))
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    model(torch.arange(6)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_tied_model_with_its_optimizer_is_loaded_by_the_functions_of_dcp(tmp_path: Path) -> None:
+    saved, saved_optimizer = tied_training(seed=0, lr=0.01)
+    holdfast.save(tmp_path / "run", {"job": {"net": saved, "opt": saved_optimizer}}, 5)
+    holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp")
+    model, optimizer = tied_training(seed=9, lr=9.0)
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    live = {"job": {"net": of_model, "opt": of_optimizer}}
+    dcp.load(live, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    for stored, loaded in zip(saved.parameters(), model.parameters(), strict=True):
+        assert bits(loaded) == bits(stored)
+        expected, found = saved_optimizer.state[stored], optimizer.state[loaded]
+        assert {slot: bits(each) for slot, each in found.items()} == {
+            slot: bits(each) for slot, each in expected.items()
+        }
+
+
+def test_an_optimizer_of_several_modules_keeps_its_stored_names(tmp_path: Path) -> None:
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.5, momentum=0.9)
+    (first(torch.ones(2)) + second(torch.ones(3))).sum().backward()
+    optimizer.step()
+    holdfast.save(tmp_path / "run", {"a": first, "b": second, "optimizer": optimizer}, 5)
+    holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp")
+    found = archives(tmp_path / "dcp")
+    assert {"optimizer.state.a.weight.momentum_buffer", "optimizer.state.b.bias.momentum_buffer"} <= set(found)
+    assert not any(key.endswith("params") for key in found)
+
+
 def test_names_that_meet_when_they_are_joined_by_dots_are_refused(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "run", {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.zeros(1)}}, 1)
     with pytest.raises(IncompatibleError, match=r"would both get the key 'a\.b\.c'") as caught:
@@ -211,8 +259,8 @@ def test_a_mapping_fuses_parameters_with_their_state_and_refuses_step_counters_t
     model = state["model"]
     slots = [state["optimizer"].state[weight] for weight in (model.model["up"].weight, model.lm_head.weight)]
     live = {
-        "optimizer.state.model.both.exp_avg": torch.zeros(1200, 300),
-        "optimizer.state.model.both.step": torch.ones(()),
+        "optimizer.state.both.exp_avg": torch.zeros(1200, 300),
+        "optimizer.state.both.step": torch.ones(()),
     }
     dcp.load(live, checkpoint_id=tmp_path / "dcp")
     expected = [torch.cat([slot["exp_avg"] for slot in slots]), slots[0]["step"]]

@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -108,6 +113,30 @@ def _read(folder: str) -> tuple[dict[str, object], dict[str, object]]:
     loaded = live.contents()
     live.step()
     return loaded, live.contents()
+
+
+def _save(run: str) -> dict[str, object]:
+    training = Training(0, steps=2)
+    holdfast.save(run, {"model": training.model, "optim": training.optimizer}, 1)
+    return training.contents()
+
+
+def _read_with_dcp(folder: str) -> dict[str, object]:
+    live = Training(7, steps=0)
+    model, optimizer = get_state_dict(live.model, live.optimizer)
+    torch_dcp.load({"model": model, "optim": optimizer}, checkpoint_id=folder)
+    set_state_dict(live.model, live.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    return live.contents()
+
+
+def test_stock_dcp_loads_an_exported_training_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run, folder = str(tmp_path / "run"), str(tmp_path / "dcp")
+    saved = run_ranks(2, _save, run)[0]
+    holdfast.export(run, folder, "dcp")
+    assert run_ranks(3, _read_with_dcp, folder) == [saved] * 3
+    live = Training(7, steps=0)
+    holdfast.load(folder, {"model": live.model, "optim": live.optimizer})
+    assert live.contents() == saved
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("by name", (2, 3)), ("flat", (3, 2)), ("by number", (2, 3))])

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, TensorDataset
@@ -267,7 +268,7 @@ def test_a_pinned_checkpoint_is_listed_and_an_unpinned_one_is_removed(
 
 @pytest.mark.usefixtures("memory_is_given_back")
 def test_a_loop_exports_some_of_its_checkpoints(job: Names, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = snippets("reading")
+    _, code = snippets("reading")
     start_new_job()
     exec(code, job)
     assert "'step-0000001000'" in capsys.readouterr().out
@@ -275,6 +276,22 @@ def test_a_loop_exports_some_of_its_checkpoints(job: Names, capsys: pytest.Captu
     model = job["model"]
     assert isinstance(model, nn.Linear)
     assert torch.equal(found["weight"][...], model.weight.detach().bfloat16())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_a_stock_job_of_dcp_loads_an_exported_training(job: Names) -> None:
+    code, _ = snippets("reading")
+    saved = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(saved.parameters())
+    saved(torch.ones(2)).sum().backward()
+    optimizer.step()
+    holdfast.save("runs/old", {"model": saved, "optimizer": optimizer, "epoch": 1}, 3)
+    holdfast.export("runs/old", "folder", "dcp")
+    model = nn.Linear(2, 2)
+    names = job | {"dcp": dcp, "model": model, "optimizer": (live := torch.optim.AdamW(model.parameters()))}
+    exec(code, names)
+    assert torch.equal(model.weight, saved.weight)
+    assert torch.equal(live.state[model.weight]["exp_avg"], optimizer.state[saved.weight]["exp_avg"])
 
 
 def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) -> None:
@@ -297,7 +314,7 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "loading": 3,
         "policies": 3,
         "publishing": 3,  # the second: tests/inference/test_publisher.py
-        "reading": 1,
+        "reading": 2,
         "retention": 1,
     }
     for guide in GUIDES.glob("*.md"):

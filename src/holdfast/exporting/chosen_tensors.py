@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import prod
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
@@ -24,6 +24,9 @@ from holdfast.mapping.parts import Parts, as_stored, stored_tensors
 from holdfast.mapping.whole_planes import chosen_in_part
 from holdfast.plan.load import ReadRequest, plan_load
 from holdfast.run.paths import some_quoted
+
+#: Parts of the names of input embeddings, the likeliest first. Older loaders find a tied tensor only under such a name.
+_EMBEDDINGS: Final = ("shared", "wte", "emb")
 
 
 class ExportTensor(NamedTuple):
@@ -198,3 +201,8 @@ def without_common_container(names: Sequence[str]) -> dict[str, str]:
     columns = zip(*above, strict=False)  # as many as the least number of containers
     alike = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
     return {name: "/".join(name.split("/")[alike:]) for name in names}
+
+
+def embedding_likeness(name: str) -> int:
+    """The rank of a tied tensor's name among its names, of which the least is that of the input embedding."""
+    return next((rank for rank, part in enumerate(_EMBEDDINGS) if part in name), len(_EMBEDDINGS))

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.exporting.chosen_tensors import ChosenContent, ExportTensor, unfit
 from holdfast.exporting.chosen_values import KeyPath, key_path
+from holdfast.exporting.dcp_optimizers import dcp_optimizers
 from holdfast.exporting.element_source import GivenSegment, Segment
 from holdfast.exporting.new_folder import NewFile, NewFolder, Trailer
 from holdfast.exporting.plain_values import plain_value
@@ -38,16 +39,22 @@ MAX_NBYTES: Final = 512 << 20
 def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> NewFolder:
     """The folder for the chosen tensors and values, in files of at most `shard_nbytes` bytes, or of one archive.
 
-    A key is the path of a name's keys, joined by dots, as DCP makes them of nested dicts. A tied tensor is stored once,
-    and found under all its names. Raises `IncompatibleError`, code ``incompatible.export``, for keys that meet.
+    A key is the path of a name's keys, joined by dots, as DCP makes them of nested dicts. The names of optimizers are
+    those of ``get_state_dict``. A tied tensor is stored once, and found under all its names. Raises
+    `IncompatibleError`, code ``incompatible.export``, for keys that meet.
     """
     nodes = choice.table.nodes
-    names = [*choice.values, *(name for one in choice.tensors for name in one.names)]
-    paths = {name: key_path(name, nodes) for name in names}
+    optimizers = dcp_optimizers(choice)
+    values = [name for name in choice.values if name not in optimizers.dropped]
+    names = [*values, *(name for one in choice.tensors for name in one.names)]
+    paths = {name: optimizers.paths.get(name) or key_path(name, nodes) for name in names}
     keys = _keys(paths)
-    content = DcpContent(shard_nbytes, {keys[name]: path for name, path in paths.items()})
-    for name in choice.values:
+    added = {".".join(map(str, path)): path for path in optimizers.added}
+    content = DcpContent(shard_nbytes, {keys[name]: path for name, path in paths.items()} | added)
+    for name in values:
         content.add_value(keys[name], plain_value(nodes, name))
+    for key, path in added.items():
+        content.add_value(key, optimizers.added[path])
     for aliases, tensor in choice.tensors:
         content.add_tensor([keys[name] for name in aliases], tensor)
     return NewFolder(identity, {}, content.files(), {METADATA: content.metadata()}, len(choice.tensors))

@@ -13,7 +13,14 @@ import msgspec
 
 from holdfast.decoding import decode_json
 from holdfast.errors import ConfigurationError
-from holdfast.exporting.chosen_tensors import ChosenContent, ChosenTensor, ExportTensor, unfit, without_common_container
+from holdfast.exporting.chosen_tensors import (
+    ChosenContent,
+    ChosenTensor,
+    ExportTensor,
+    embedding_likeness,
+    unfit,
+    without_common_container,
+)
 from holdfast.exporting.chosen_values import plain_key
 from holdfast.exporting.element_source import TensorSegment
 from holdfast.exporting.model_config import config_with_dtype
@@ -58,8 +65,6 @@ _MAX_COPIED_NBYTES: Final = 256 << 20
 _UNCOMPARED: Final = "the names of the exported tensors are not compared with those of a model: %s %s"
 #: How many tensors a message about a folder's names names beside the first one.
 _NAMED: Final = 4
-#: Parts of the names of input embeddings, the likeliest first. Older loaders find a tied tensor only under such a name.
-_EMBEDDINGS: Final = ("shared", "wte", "emb")
 
 
 def hugging_face_folder(
@@ -85,7 +90,7 @@ def hugging_face_folder(
 
 def _names(chosen: Sequence[ChosenTensor]) -> dict[str, str]:
     """The new name of each tensor, by its name in the table. A tied tensor is written once."""
-    kept = {one.tensor.name: min(one.names, key=_likeness) for one in chosen}
+    kept = {one.tensor.name: min(one.names, key=embedding_likeness) for one in chosen}
     short = without_common_container(list(kept.values()))
     names = {name: "/".join(map(plain_key, split(short[of]))) for name, of in kept.items()}
     owners: dict[str, str] = {}
@@ -98,11 +103,6 @@ def _names(chosen: Sequence[ChosenTensor]) -> dict[str, str]:
 
 def _meets(new: str, other: str) -> str:
     return f"and {other} would both get the name {new!r}"
-
-
-def _likeness(name: str) -> int:
-    """The rank of a tied tensor's name among its names, of which the least is written."""
-    return next((rank for rank, part in enumerate(_EMBEDDINGS) if part in name), len(_EMBEDDINGS))
 
 
 def _shards(chosen: Sequence[ChosenTensor], shard_nbytes: int) -> Iterator[list[ExportTensor]]:
