@@ -44,6 +44,18 @@ def test_a_rollback_can_be_taken_back(run: Path) -> None:
     assert head(run) == 3
 
 
+def test_a_rollback_to_an_abandoned_checkpoint_names_exactly_what_it_abandons(run: Path) -> None:
+    holdfast_command("rollback", run, "--to", "1.2", "--yes")
+    state = {"w": torch.zeros(20)}
+    holdfast.load(run, state)
+    place = holdfast.save(run, state, 7).place
+    before = {row.place for row in holdfast.ls(run) if row.abandoned}
+    done = holdfast_command("rollback", run, "--to", "1.3", "--yes")
+    after = {row.place for row in holdfast.ls(run) if row.abandoned}
+    assert (before, after) == ({"1.3"}, {place})
+    assert f"abandons      {place} (kept" in done.out
+
+
 def test_a_rollback_as_json_says_both_heads(run: Path) -> None:
     assert holdfast_command("rollback", run, "--to", "1.2", "--yes", "--json").json == {
         "run": str(run),

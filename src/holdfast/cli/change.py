@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import msgspec
 
 from holdfast.cli.runs import RunHead
 from holdfast.cli.screen import confirmed, console, print_json, say, when
-from holdfast.errors import ConfigurationError, printable
-from holdfast.format.records import Commit
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, printable
+from holdfast.format.records import Commit, Place
 from holdfast.reports import size
 from holdfast.run.by_path import open_run, selected_checkpoint
 from holdfast.run.history import Run
@@ -61,7 +61,8 @@ def rollback(run: str, to: str, *, yes: bool, as_json: bool) -> bool:
         say(screen, f"{printable(found.storage.location.url)}: the head is {before}")
         is_head = next(found.lineage_places(), None) == commit.place
         say(screen, f"  {'stays at    ' if is_head else 'goes back to'}  {_described(commit)}")
-        abandoned = [str(place) for place in takewhile(lambda place: place != commit.place, found.lineage_places())]
+        kept = set(_lineage(found, commit.place))
+        abandoned = [str(place) for place in _lineage(found) if place not in kept]
         if abandoned:
             say(screen, f"  abandons      {some(abandoned)} (kept; a rollback can go there too)")
         say(screen, "  A running job of this run stops at its next save.")
@@ -119,6 +120,13 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> ChangeDocument:
         what = f"deleted step {commit.step} at {commit.place}"
         say(console(), f"{what}; the head {_became(before, change.head)}")
     return change
+
+
+def _lineage(run: Run, start: Place | None = None) -> Iterator[Place]:
+    """The places of the head's lineage, or of that of `start`, newest first, as far as the records of epochs can be
+    read: a rollback needs none of them."""
+    with suppress(CorruptError, NotFoundError):
+        yield from run.lineage_places(start)
 
 
 def _selected(run: Run, to: str) -> Selection:
