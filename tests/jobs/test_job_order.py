@@ -50,6 +50,44 @@ def test_a_job_that_lost_its_run_is_fenced(tmp_path: Path) -> None:
     assert holdfast.open(run).place == "3.1"
 
 
+def overtaken(index: int, run: str, signs: str) -> tuple[str, Told | None]:
+    """The older job (0) saves once more between the load and the first save of the one that resumes (1)."""
+    start_new_job()
+
+    def await_sign(name: str) -> None:
+        while not Path(signs, name).exists():
+            time.sleep(0.01)
+
+    if index == 0:
+        save_small(run, 1)
+        Path(signs, "saved").touch()
+        await_sign("loaded")
+        place = save_small(run, 2)
+        Path(signs, "passed").touch()
+        await_sign("resumed")
+        return place, told(lambda: save_small(run, 3))
+    await_sign("saved")
+    state = small()
+    holdfast.load(run, into=state, continues=True)
+    Path(signs, "loaded").touch()
+    await_sign("passed")
+    place = holdfast.save(run, state, 2).place
+    Path(signs, "resumed").touch()
+    return place, None
+
+
+def test_a_resume_that_the_older_job_overtakes_is_no_rollback(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    (first, error), (second, _) = run_processes(2, overtaken, run, str(tmp_path))
+    assert (first, second) == ("1.2", "2.1")
+    assert isinstance(error, Told)
+    assert error.code == "fenced.newer_epoch"
+    assert "by 1 rank, resume)" in error.text
+    assert "start it again, with a restore" in error.text
+    assert "takeover" not in error.text
+    assert [row.abandoned for row in holdfast.ls(run) if row.abandoned] == ["epoch 2 went on from 1.1 (resume)"]
+
+
 def save_as_before(run: str, step: int) -> str:
     return save_small(run, step)
 

@@ -259,6 +259,8 @@ class Loading:
         self._foreign: ForeignState | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False
+        #: Whether the caller asked for the newest checkpoint, and not for a certain one.
+        self._is_newest = True
         #: The lease of rank 0 on the checkpoint that all ranks read.
         self._lease: ReadLease | None = None
 
@@ -268,6 +270,7 @@ class Loading:
         All ranks raise the same error in the same phase, so either all of them continue or none does.
         """
         skipped: tuple[Skipped, ...] = ()
+        self._is_newest = target.step is None and target.place is None
         while True:
             with self._watch.phase("resolve"):
                 resolved = self._resolve(target, skipped)
@@ -440,6 +443,7 @@ class Loading:
                 has_commit=record.in_history,
                 step=record.step,
                 is_restore=self._options.resumes is not None,
+                is_newest=self._is_newest,
             )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 

@@ -448,7 +448,7 @@ class Run:
         return FencedError(
             f"run '{self.storage.location}' belongs to another job: {what}.",
             code=code,
-            action="Stop this job. To take the run back, load it first, or start a job with takeover=True.",
+            action="Stop this job. If it is to go on in place of the other one, start it again, with a restore.",
             path=self.storage.location.url,
         )
 

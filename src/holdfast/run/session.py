@@ -84,7 +84,8 @@ class Load:
     failed half way, so what it filled may hold parts of two states. `passed` is the damaged checkpoint instead of which
     it took `place`, or None. `equal` are the copies that it made equal. `has_commit`: the load found the checkpoint by
     its commit; a checkpoint that was restored from node memory may not be committed yet. `step` is the step of the
-    checkpoint. `is_restore`: it is a `Checkpointer.restore`. `number` counts the loads of this process.
+    checkpoint. `is_restore`: it is a `Checkpointer.restore`. `is_newest`: the caller asked for the newest checkpoint,
+    and not for a certain one. `number` counts the loads of this process.
     """
 
     root: str
@@ -99,6 +100,7 @@ class Load:
     has_commit: bool = True
     step: int = -1
     is_restore: bool = False
+    is_newest: bool = False
     number: int = 0
 
 
@@ -484,7 +486,9 @@ def _open_epoch(
     why: Why
     if loaded is not None:
         origin = _committed_origin(run, loaded)
-        why = "start" if origin is None else "resume" if at in (origin, loaded.passed) else "rollback"
+        # A job that this one replaces may have saved since the load: that is no rollback.
+        is_resume = loaded.is_newest or at in (origin, loaded.passed)
+        why = "start" if origin is None else "resume" if is_resume else "rollback"
     elif takeover and newest:
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:
