@@ -140,7 +140,8 @@ class TestInitial:
         state = {"w": torch.zeros(2, dtype=torch.float64)}
         with pytest.raises(IncompatibleError) as caught:
             Checkpointer(run, state, memory=None, initial=base).restore()
-        assert f"leave it out, and call holdfast.load('{base}', into=state, ...)" in caught.value.action
+        assert "leave it out, and only where restore().step is None call" in caught.value.action
+        assert f"holdfast.load('{base}', into=state, ...)" in caught.value.action
         assert run not in caught.value.action
 
     def test_the_report_names_it(self, run: str, base: str) -> None:

@@ -108,6 +108,10 @@ def test_as_json_it_is_one_document(run: Path) -> None:
     [
         ([], "nothing says which checkpoints to keep"),
         (["--keep-best", "los"], "no checkpoint has the metric 'los' (they have 'loss')"),
+        (
+            ["--keep-best", "loss:2:maximum"],
+            "--keep-best loss:2, or --keep-best accuracy:2:max",
+        ),
         (["--keep-best", "loss", "--keep-best", "loss:1:max"], "contradict each other"),
         (["--keep-best", ""], "not an empty text"),
         (["--keep-for", "soon"], "--keep-for has 'soon', which is no such time"),

@@ -224,10 +224,10 @@ def test_show_needs_no_data_files(tmp_path: Path) -> None:
     assert holdfast_command("show", "--values", run).status == 3
 
 
-def test_a_lone_folder_is_said_to_be_outside_any_history(tmp_path: Path) -> None:
+def test_a_folder_is_said_to_be_opened_without_a_history(tmp_path: Path) -> None:
     (folder,) = (stored_run(tmp_path / "run", {"w": weight(2)}) / "checkpoints").iterdir()
-    assert "outside any history" in holdfast_command("show", folder).out
-    assert "outside any history" not in holdfast_command("show", tmp_path / "run").out
+    assert "without the history of a run" in holdfast_command("show", folder).out
+    assert "without the history of a run" not in holdfast_command("show", tmp_path / "run").out
 
 
 def test_the_tree_fits_a_terminal_of_80_columns(tmp_path: Path) -> None:

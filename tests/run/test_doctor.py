@@ -227,6 +227,13 @@ def test_unknown_names_are_said_and_left_alone(run: Run, root: Path) -> None:
     assert {(finding.code, finding.remedy) for finding in findings} == {("unknown.name", "none")}
 
 
+def test_a_run_inside_of_a_run_is_called_one(run: Run, root: Path) -> None:
+    inner = Run.create(open_store(Location(str(root / "inner"))))
+    (finding,) = examine(run)
+    assert (finding.code, finding.path) == ("unknown.name", inner.storage.location.url)
+    assert "a run of its own inside this run" in finding.text
+
+
 def test_a_copy_that_was_made_during_a_save_is_understood(run: Run, root: Path) -> None:
     folder = write(run, Place(1, 3), 30)
     commit = finish(run, the(run))

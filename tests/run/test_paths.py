@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +112,12 @@ def test_where_a_relative_path_led_is_said_when_no_run_is_there(
     with pytest.raises(NotFoundError) as caught:
         holdfast.open(tmp_path / "runs/a")
     assert caught.value.message == f"no holdfast run at '{tmp_path}/runs/a': there is no such folder."
+
+
+def test_a_slip_in_the_name_of_a_file_is_guessed(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "old.pt")
+    with pytest.raises(NotFoundError, match=r"no such folder.*Did you mean 'old\.pt', in the same folder\?"):
+        holdfast.load(tmp_path / "olt.pt", into={"w": torch.zeros(1)})
 
 
 def test_a_relative_path_from_a_folder_that_was_removed_is_refused(

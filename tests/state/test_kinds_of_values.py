@@ -51,6 +51,17 @@ def test_a_scaler_that_is_off_here_does_not_lose_the_stored_state_without_a_word
     holdfast.load(tmp_path / "run", into, select="!scaler")
 
 
+def test_a_state_dict_in_place_of_the_optimizer_that_was_saved_is_told_to_give_the_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    holdfast.save(tmp_path / "run", {"model": model, "opt": optimizer}, 1)
+    text = code_of(tmp_path / "run", {"model": model.state_dict(), "opt": optimizer.state_dict()})
+    assert "give the optimizer itself in place of its state_dict(), as {'opt': optimizer}" in text
+    holdfast.load(tmp_path / "run", {"model": model, "opt": optimizer})
+
+
 def test_a_live_deque_or_set_does_not_become_the_list_that_was_stored(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "run", {"w": torch.ones(2), "kept": [1, 2]}, 1)
     for live, kind in ((deque([0], maxlen=5), "deque"), ({0}, "set"), (Path("x"), "Path")):

@@ -235,6 +235,13 @@ def test_a_value_that_is_not_there_is_said(job_run: Path) -> None:
     assert raised.value.code == "not_found.value"
 
 
+def test_a_tensor_that_is_asked_for_as_a_value_is_called_one(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"model": torch.nn.Linear(2, 1)}, 1)
+    with pytest.raises(NotFoundError, match=r"is a tensor.*view\['model/weight'\]") as raised:
+        holdfast.open(tmp_path / "run").value("model/weight")
+    assert raised.value.code == "not_found.value"
+
+
 def test_aliases_read_the_tensor_they_stand_for(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     holdfast.save(tmp_path / "run", {"a": weight, "b": [weight]}, 1)

@@ -515,6 +515,6 @@ def _with_load_of_initial(action: str, initial: Selection) -> str:
     if not _LOAD_OPTION.search(action):
         return action
     return (
-        f"{action} initial= {_NO_OPTIONS}: leave it out, and call holdfast.load('{initial}', into=state, ...), which "
-        "has these options, before the loop."
+        f"{action} initial= {_NO_OPTIONS}: leave it out, and only where restore().step is None call "
+        f"holdfast.load('{initial}', into=state, ...), which has these options."
     )

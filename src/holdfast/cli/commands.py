@@ -213,7 +213,10 @@ def export(
     read_back: ReadBackOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint for Hugging Face, PEFT or PyTorch DCP. Call it again to go on after a failure."""
+    """Write a checkpoint as other systems read it: Hugging Face, PEFT, DCP, DeepSpeed, Megatron.
+
+    Call it again to go on after a failure.
+    """
     from holdfast.cli.export import ExportOptions, export
 
     options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config, adapter, workers, read_back)

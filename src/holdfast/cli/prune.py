@@ -135,7 +135,8 @@ def _best(text: str) -> KeepBest:
 def _check_judged(decision: KeepDecision) -> None:
     for problem in decision.problems:
         if problem.blocks:
-            raise ConfigurationError(f"{problem.message}.", code="config.metric", action=problem.action)
+            action = f"Name one of the metrics of the checkpoints. {_BEST_EXAMPLES}"
+            raise ConfigurationError(f"{problem.message}.", code="config.metric", action=action)
 
 
 def _question(doomed: Sequence[CheckpointFacts], half_removed: Sequence[str]) -> str:

@@ -105,7 +105,7 @@ def _wanted(name: str, pattern: str) -> bool:
 
 
 def _print_head(screen: Console, document: ShowDocument, checkpoint: Checkpoint) -> None:
-    where = "" if document.in_history else ", a folder outside any history"
+    where = "" if document.in_history else ", opened by its folder, without the history of a run"
     facts = f"step {document.step} at {document.place}, saved {when(document.created)}"
     words = (printable(document.path), "bold"), f"\n{facts} ({ago(time.time() - document.created)}){where}"
     say(screen, Text.assemble(*words))

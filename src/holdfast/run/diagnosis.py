@@ -169,11 +169,15 @@ def _names(run: Run) -> Iterator[Finding]:
     for folder in ("", *_FOLDERS):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
-                path = run.storage.path(f"{folder}/{name}" if folder else name)
-                yield _unknown(path)
+                key = f"{folder}/{name}" if folder else name
+                is_run = run.storage.nbytes(f"{key}/{MARKER_KEY}") is not None
+                yield _unknown(run.storage.path(key), is_run=is_run)
 
 
-def _unknown(path: str) -> Finding:
+def _unknown(path: str, *, is_run: bool = False) -> Finding:
+    if is_run:
+        text = f"'{path}' is a run of its own inside this run, and not part of it. `holdfast ls` shows its checkpoints"
+        return Finding("unknown.name", path, f"{text}; move it beside this run.", "none")
     return Finding("unknown.name", path, f"'{path}' is not part of a run. Nothing reads it.", "none")
 
 

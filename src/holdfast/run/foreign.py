@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import PurePath
 from typing import NamedTuple
@@ -41,6 +42,13 @@ def file_kind(path: PurePath) -> Foreign:
         return Foreign("one file of a checkpoint of another system", f"Name its folder: {path.parent}.")
     suffixes = ", ".join((".safetensors", *_TORCH_SUFFIXES))
     return Foreign("a file", f"Name the folder of a run; of other files, those are read that end with {suffixes}.")
+
+
+def near_file(path: PurePath, names: Collection[str]) -> str | None:
+    """The file of weights that the user may have meant by `path`, among the `names` beside it; None where no name is
+    near."""
+    readable = [name for name in names if PurePath(name).suffix in (".safetensors", *_TORCH_SUFFIXES)]
+    return next(iter(get_close_matches(path.name, readable, n=1, cutoff=0.75)), None)
 
 
 def folder_kind(names: Collection[str]) -> Foreign | None:

@@ -28,7 +28,7 @@ from holdfast.format import records
 from holdfast.format.near import near
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, Place
 from holdfast.format.tombstones import parse_removed_name
-from holdfast.run.foreign import file_kind, folder_kind
+from holdfast.run.foreign import file_kind, folder_kind, near_file
 from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
 from holdfast.store.urls import local_path, location_of, open_store
@@ -177,6 +177,8 @@ def no_run(storage: Store, origin: str | None = None) -> NotFoundError | Corrupt
     else:
         what = "there is no such folder."
         action += _hub_advice(origin)
+        if meant is None and (close := near_file(path, around)) is not None:
+            meant = f"Did you mean {close!r}, in the same folder?"
     if foreign is None and parent is not None and parent.nbytes(MARKER_KEY) is not None:
         action = f"Name the run that it is a part of: '{path.parent}'."
     elif below:

@@ -318,14 +318,22 @@ class Mismatches:
     def _optimizer_action(self) -> str:
         """The advice where an optimizer was stored as a dict by its ``state_dict()``. Other systems store the numbers
         in it as texts, and an optimizer that takes such a dict has no state, without an error."""
-        name = next(
+        groups = "/param_groups"
+        for _, name, text in self._found:
+            if name.endswith(groups) and text == "a list here, a stored dict in the checkpoint":
+                key = name.removesuffix(groups).rpartition("/")[2]
+                return (
+                    "The checkpoint has an optimizer as an object: give the optimizer itself in place of its "
+                    f"state_dict(), as {{{key!r}: optimizer}}, and its model beside it."
+                )
+        saved = next(
             (name for _, name, text in self._found if text.startswith("an optimizer here, a stored dict")), None
         )
-        if name is None:
+        if saved is None:
             return ""
         return (
             f"Load into a live dict in the form of the optimizer's state_dict() instead, and give that to "
-            f"load_state_dict(). Where another system stored it, add {_numbering(name)}: "
+            f"load_state_dict(). Where another system stored it, add {_numbering(saved)}: "
             f"it wrote the numbers of parameters as texts, and this makes them numbers again."
         )
 

@@ -56,8 +56,11 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
             action = "Name another folder, or remove that file or link."
         else:
             code = "storage.vanished"
-            reason = "its folder, or the temporary file in it, was removed during the operation"
-            action = "Find out who removed it, or whether its file system was unmounted; then try again."
+            reason = (
+                "its folder, or the temporary file in it, was removed during the operation, or its file system takes "
+                "no new files, as /proc"
+            )
+            action = "Name another place, or find out who removed it or unmounted its file system; then try again."
     elif error.errno == errno.EIO:
         code, action = "storage.io", "Look for device errors in the kernel log (dmesg), then use another copy or disk."
     elif error.errno in _TRANSIENT:

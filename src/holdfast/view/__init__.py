@@ -109,6 +109,14 @@ class View:
         with the name of its device and the bytes of its state, because this machine may not have that device.
         """
         nodes = self._checkpoint.nodes
+        if name not in nodes and name in self:
+            raise NotFoundError(
+                f"{name!r} is a tensor, and no value.",
+                code="not_found.value",
+                action=f"Read it with view[{name!r}].",
+                tensor=name,
+                path=self.path,
+            )
         return value_codec.rebuild(nodes, name, tensors=self.__getitem__, revive=_revived, decode=decode)
 
     def __getitem__(self, name: str) -> LazyTensor:
