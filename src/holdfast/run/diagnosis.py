@@ -214,8 +214,12 @@ def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
             continue
         if origin is not None and origin not in known.commits and origin not in known.removed:
             path = run.storage.path(records.commit_key(origin))
-            what = f"Epoch {number} was opened from {origin}, but the commit there is missing."
-            yield Finding("commit.missing", path, f"{what} Restore '{path}' from another copy of the run.", "none")
+            text = (
+                f"Epoch {number} was opened from {origin}, but the commit there is missing. Where the folder of that "
+                "checkpoint is among these findings as one to finish, that makes the commit anew; else restore "
+                f"'{path}' from another copy of the run."
+            )
+            yield Finding("commit.missing", path, text, "none")
 
 
 def _missing_epoch(run: Run, known: RunRecords, number: int, path: str) -> Finding:
@@ -278,7 +282,8 @@ def _quarantined(run: Run, known: RunRecords) -> Iterator[Finding]:
         name = Selection(run.storage.location, place=place)
         text = (
             f"Loads with fallback=True pass over checkpoint {place}: {reason_of(run.storage, place)} If you have "
-            f"restored its files from another copy, 'holdfast verify --deep {name}' lifts the quarantine."
+            f"restored its files from another copy, 'holdfast verify --deep {name}' lifts the quarantine. If nobody "
+            f"needs it, and it is not the head, 'holdfast rm {name}' deletes it."
         )
         yield Finding("commit.quarantined", run.storage.path(quarantine_key(place)), text, "none")
 
