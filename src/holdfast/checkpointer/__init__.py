@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self, SupportsFloat, TypeVar
 
@@ -25,6 +26,7 @@ from holdfast.calls import (
     refuse_nested,
 )
 from holdfast.checkpointer.background_save import SavingJob
+from holdfast.checkpointer.disk_room import once_it_fits
 from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.first_save import check_loaded
@@ -41,7 +43,7 @@ from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
-from holdfast.checkpointer.save_errors import interrupted, is_unusable, no_memory, no_policy, without_memory
+from holdfast.checkpointer.save_errors import closed, interrupted, is_unusable, no_memory, no_policy, without_memory
 from holdfast.checkpointer.save_log import SaveLog, log_restored, warn_of_loss
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
@@ -50,7 +52,7 @@ from holdfast.checkpointer.storage_save import save_through
 from holdfast.checkpointer.turn import turn_in
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import check_group, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, IncompatibleError
+from holdfast.errors import DeadlineError, HoldfastError, IncompatibleError
 from holdfast.format.patterns import Globs
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
@@ -217,33 +219,36 @@ class Checkpointer:
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
-        numbers = numbers_of(metrics)
+        save = partial(self._save_once, machine, numbers_of(metrics))
         self._forget_ended()
         try:
-            if self._is_in_memory(machine, numbers):
-                return
-            if machine.memory_only:
-                machine.skip(without_memory(machine.step))
-                return
-            save_through(
-                machine,
-                self._guard,
-                self._run,
-                self._state,
-                metrics=numbers,
-                select=self._select,
-                group=self._group,
-                takeover=self._takeover,
-                timeout_s=self._limit_s,
-            )
-            if self._tier is not None:
-                self._tier.stager.release_held()
+            once_it_fits(save, self._pruning, step=machine.step, group=self._group, timeout_s=self._limit_s)
         except HoldfastError as error:
             machine.fail(error, is_raised=True)
             raise
         except BaseException:  # Ctrl-C, say: whoever follows the save hears that it has ended
             machine.fail(interrupted(machine.step), is_raised=True)
             raise
+
+    def _save_once(self, machine: SaveMachine, numbers: dict[str, float]) -> None:
+        if self._is_in_memory(machine, numbers):
+            return
+        if machine.memory_only:
+            machine.skip(without_memory(machine.step))
+            return
+        save_through(
+            machine,
+            self._guard,
+            self._run,
+            self._state,
+            metrics=numbers,
+            select=self._select,
+            group=self._group,
+            takeover=self._takeover,
+            timeout_s=self._limit_s,
+        )
+        if self._tier is not None:
+            self._tier.stager.release_held()
 
     @outer(CHECKPOINTER_RESTORE)
     def restore(self, *, at: str | None = None, verify: bool = True, fallback: bool = False) -> RestoreReport:
@@ -327,6 +332,7 @@ class Checkpointer:
             loop.check_restorable()
         loaded = loaded_before(self._run, self._state, loop.rules(total), group=self._group, timeout_s=self._limit_s)
         self._restored = loaded or self._restored or self.restore()
+        self._pruning.begin_training(is_first_rank=self._is_first_rank)
         step = loop.begin(self._restored.next_step, last=total - 1, anew=loaded is not None)
         while step < total and not loop.is_over:
             yield step
@@ -490,12 +496,7 @@ class Checkpointer:
 
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
-            raise ConfigurationError(
-                f"{verb} was called on a closed Checkpointer of '{self._run}'.",
-                code="config.closed",
-                action="Make a new Checkpointer, or close this one only after training.",
-                path=self._run.url,
-            )
+            raise closed(verb, self._run)
 
     def _policy_loop(self, verb: str) -> Loop:
         """The decisions on when to save."""

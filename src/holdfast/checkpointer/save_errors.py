@@ -8,7 +8,10 @@ from typing import Final
 from holdfast.checkpointer.snapshot_messages import SnapshotRoom
 from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, StateError, StorageError
 from holdfast.format.records import Place
+from holdfast.store.base import Location
 
+#: The code of errors that say that storage has no space.
+FULL: Final = "storage.full"
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
 _UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "config.not_private", "storage.memory"})
 
@@ -123,6 +126,16 @@ def no_policy(verb: str, run: str) -> ConfigurationError:
     )
 
 
+def closed(verb: str, run: Location) -> ConfigurationError:
+    """The error of a call on a closed `Checkpointer`."""
+    return ConfigurationError(
+        f"{verb} was called on a closed Checkpointer of '{run}'.",
+        code="config.closed",
+        action="Make a new Checkpointer, or close this one only after training.",
+        path=run.url,
+    )
+
+
 def no_memory(path: str) -> ConfigurationError:
     """A save to memory alone was asked of a `Checkpointer` without memory."""
     return ConfigurationError(
@@ -149,7 +162,9 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     return DeadlineError(
         f"No slot of rank {names} became free within {timeout_s:.0f} s: their snapshots are not durable yet.",
         code="timeout.slot",
-        action="Save less often, keep more generations, or read the log of the keeper for the cause.",
+        action=unless_full(
+            found.held_up, "Save less often, keep more generations, or read the log of the keeper for the cause."
+        ),
         rank=found.full[0],
         details=last_try(found.held_up),
     )
@@ -160,7 +175,7 @@ def no_time(found: SnapshotRoom) -> DeadlineError:
     return DeadlineError(
         "The machine is taken away before a snapshot finds room: the ones before it are not durable yet.",
         code="timeout.preempted",
-        action="Read the log of the keeper for the cause, or save less often.",
+        action=unless_full(found.held_up, "Read the log of the keeper for the cause, or save less often."),
         rank=found.full[0],
         details=last_try(found.held_up),
     )
@@ -171,7 +186,9 @@ def not_committed(place: Place, held_up: str, path: str) -> DeadlineError:
     return DeadlineError(
         f"The checkpoint {place}, restored from memory, is not committed yet, so no save can follow it.",
         code="timeout.commit",
-        action="Remove what holds its keeper up (see the keeper's log); memory keeps the checkpoint until then.",
+        action=unless_full(
+            held_up, "Remove what holds its keeper up (see the keeper's log); memory keeps the checkpoint until then."
+        ),
         path=path,
         details=last_try(held_up),
     )
@@ -196,6 +213,19 @@ def interrupted(step: int) -> StorageError:
         action="Save again: the next save is not affected.",
         step=step,
     )
+
+
+def by_hand(run: str) -> str:
+    """The next action of a user whose saves find no space in the run at the URL `run`."""
+    return f"Free space, raise the quota, or keep fewer checkpoints: holdfast prune '{run}' deletes them by a policy."
+
+
+def unless_full(trouble: str, action: str) -> str:
+    """The `action` of an error about a snapshot that is not durable; another one if `trouble` is that storage is
+    full."""
+    if FULL not in trouble:
+        return action
+    return "Free space, or delete checkpoints of the run (holdfast prune): the keeper then makes the snapshots durable."
 
 
 def last_try(trouble: str) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from holdfast.format.hold_records import (
     notice_key,
     parse_hold_name,
 )
-from holdfast.format.records import Place
+from holdfast.format.records import Place, Record
 from holdfast.store.base import Store
 
 #: The time for which a lease counts after its end, because clocks of machines differ.
@@ -151,6 +151,18 @@ def create_lease(storage: Store, place: Place, *, lasting_s: float) -> str:
     return key
 
 
+def create_by_name(storage: Store, key: str, record: Record) -> bool:
+    """As `Store.create`, for a `record` whose name decides, so that nobody need read it: where storage is full, it is
+    empty. An empty file takes a name and no block, so a deletion can begin on a full disk, which it is to make room on.
+    """
+    try:
+        return storage.create(key, records.encode(record))
+    except StorageError as error:
+        if error.code != "storage.full":
+            raise
+    return storage.create(key, b"")
+
+
 def is_held(error: HoldfastError) -> bool:
     """Whether `error` says that somebody needs a checkpoint, which is therefore not deleted."""
     return error.code in ("config.needed", "config.pinned", "config.in_use")
@@ -179,7 +191,7 @@ def _held(storage: Store, place: Place, code: str, why: str, action: str) -> Con
 def _created_notice(storage: Store, place: Place) -> str:
     notice = RemovalNotice(place=place, created=records.now(), holder=holder())
     key = notice_key(notice, secrets.token_hex(8))
-    storage.create(key, records.encode(notice))
+    create_by_name(storage, key, notice)
     return key
 
 

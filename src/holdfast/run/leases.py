@@ -24,7 +24,7 @@ from holdfast.format.hold_records import LEASES_WANTED_KEY, LeasesWanted
 from holdfast.format.records import Place
 from holdfast.latch import Latch
 from holdfast.run.history import Located
-from holdfast.run.holds import create_lease
+from holdfast.run.holds import create_by_name, create_lease
 from holdfast.store.base import Store
 from holdfast.store.timed import untimed
 
@@ -88,7 +88,7 @@ def lease_is_wanted(storage: Store) -> bool:
 def want_leases(storage: Store) -> None:
     """Have readers leave leases in the run from now on."""
     if not lease_is_wanted(storage):
-        storage.create(LEASES_WANTED_KEY, records.encode(LeasesWanted(created=records.now())))
+        create_by_name(storage, LEASES_WANTED_KEY, LeasesWanted(created=records.now()))
 
 
 def await_ended_reads() -> None:

@@ -11,6 +11,9 @@ writes the seal or the commit again (their names are free) changes nothing that 
 so nobody can commit it. If the seal existed first, the checkpoint is finished or being finished, and nothing is
 deleted. The record stays for ever, too; the other files are deleted, the manifest last.
 
+A deletion of the first kind writes nothing but names: where storage is full, its records are empty, so it can begin
+there. One of the second kind needs room for the record that takes the name of the seal.
+
 The head, a pinned checkpoint and one that a reader uses are not deleted. `holdfast.run.holds` says why that is safe
 while others pin, read, and open epochs at the same moment. A place that an epoch was opened from may be deleted once it
 is not the head any more: the epoch's record goes on to say where the lineage continues.
@@ -25,7 +28,7 @@ from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place
 from holdfast.format.tombstones import Abandoned, Removed, removed_key
 from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
-from holdfast.run.holds import check_unheld, check_unread, removal_announced
+from holdfast.run.holds import check_unheld, check_unread, create_by_name, removal_announced
 from holdfast.run.quarantine import lift
 
 
@@ -76,7 +79,7 @@ def _hide(run: Run, place: Place, folder: str) -> None:
         # Once more: somebody who pins the checkpoint, or opens an epoch from it, may not have seen the notice.
         check_removable(run, place)
         check_in_time()
-        run.storage.create(removed_key(place), records.encode(Removed(place=place, checkpoint=folder)))
+        create_by_name(run.storage, removed_key(place), Removed(place=place, checkpoint=folder))
 
 
 def abandon(run: Run, folder: str) -> None:
@@ -86,7 +89,9 @@ def abandon(run: Run, folder: str) -> None:
         ConfigurationError: another process sealed it meanwhile, so it is complete; code ``config.needed``.
     """
     key = records.checkpoint_key(folder, SEAL_NAME)
-    created = run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))
+    # Look first: going on with an older deletion must be possible on a full disk.
+    exists = run.storage.nbytes(key) is not None
+    created = not exists and run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))
     if not created and not is_abandoned(run.storage.read(key)):
         raise ConfigurationError(
             f"the checkpoint is not removed: another process has completed it, so '{run.storage.path(key)}' exists.",

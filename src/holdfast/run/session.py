@@ -297,6 +297,15 @@ class Session:
             return place
 
     @outer(NOTES)
+    def base(self, run: Run, newest: int) -> Place | None:
+        """The place that this process goes on from, where it said so (a restore, or a load with ``continues=True``)
+        while `newest` was the newest epoch of `run`; else None."""
+        root = run.storage.resolved()
+        with self._lock:
+            load = self._memory(root, run.run_id).continued
+            return None if load is None or load.is_torn or load.seen != newest else load.place
+
+    @outer(NOTES)
     def check_loaded(self, run: Run) -> None:
         """Raise the `ConfigurationError` (``config.unloaded_history``) with which the first save of this process would
         end, because `run` has commits, and this process has neither loaded from it nor saved into it."""
