@@ -60,7 +60,7 @@ from holdfast.policy.keep import KeepPolicy
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
 from holdfast.run.session import JOB
-from holdfast.saving import checked_metrics, numbers_of, run_location, whole
+from holdfast.saving import RoomMaker, checked_metrics, numbers_of, run_location, whole
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.store.base import Location
@@ -230,7 +230,7 @@ class Checkpointer:
             machine.fail(interrupted(machine.step), is_raised=True)
             raise
 
-    def _save_once(self, machine: SaveMachine, numbers: dict[str, float]) -> None:
+    def _save_once(self, machine: SaveMachine, numbers: dict[str, float], room: RoomMaker) -> None:
         if self._is_in_memory(machine, numbers):
             return
         if machine.memory_only:
@@ -245,6 +245,7 @@ class Checkpointer:
             select=self._select,
             group=self._group,
             takeover=self._takeover,
+            room=room,
             timeout_s=self._limit_s,
         )
         if self._tier is not None:
@@ -473,9 +474,8 @@ class Checkpointer:
             return
         # An exception ended training: no other error may hide it, and it must not wait for storage. The keeper goes on.
         self._is_closed = True
-        if self._turn.is_of_parent or sys.is_finalizing() or enclosing() is not None:
-            return
-        self._give_up()
+        if not (self._turn.is_of_parent or sys.is_finalizing() or enclosing() is not None):
+            self._give_up()
 
     @outer(CHECKPOINTER_CLOSE)
     def _give_up(self) -> None:

@@ -6,8 +6,8 @@ that it hears of; and when a save finds no space. Its thread makes one small req
 is what `holdfast.run.removal` promises, and the first round of the next job goes on with it.
 
 A round that leaves something that the policy does not keep is repeated, with growing pauses: one that failed, and while
-a save is under way, one that readers or an epoch of another job held up. So a save that waits for space goes on once it
-can be made.
+a save is under way, one that readers held up, or that came before this job had an epoch. So a save that waits for space
+goes on once it can be made.
 
 A round deletes nothing unless the newest epoch of the run is this job's own, or that of the job that it takes over from
 (`_goes_on`): the policy of a job that another one has replaced counts no longer. Trouble never reaches training: a
@@ -204,7 +204,7 @@ class Pruning:
         return self._pid != os.getpid()
 
     def _work(self, retention: Retention) -> None:
-        pause_s = None
+        pause_s, before = None, 0
         while (waiting := self._await_due(pause_s)) is not None:
             is_done = False
             try:
@@ -219,7 +219,13 @@ class Pruning:
                 self._warn_idle(type(error).__name__, f"{type(error).__name__}: {error} This is a defect of holdfast.")
             for latch in waiting:
                 latch.set()
-            pause_s = None if is_done else min(2 * (pause_s or _PAUSE_S / 2), _LONGEST_PAUSE_S)
+            if is_done:
+                pause_s = None
+            elif pause_s is None or self.num_freed > before:
+                pause_s = _PAUSE_S
+            else:
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            before = self.num_freed
 
     def _await_due(self, pause_s: float | None) -> list[Latch] | None:
         """Wait until a round is due: one that was begun, or after `pause_s` the last one again. Returns the latches of
@@ -274,8 +280,10 @@ class Pruning:
         done = retention.apply(run, survey, told=self._note_freed)
         self.num_freed += len(done.finished)
         self._tell(run, survey, done)
-        is_held = self._under_way and (survey.holds.leases or done.held)
-        return not (done.is_overtaken or is_held or self._is_starved(is_idle=self.num_freed == before))
+        # Without an epoch, this job does not hear of the commits of the one before it, which its first save may await.
+        may_change = not is_own or survey.holds.leases or done.held
+        is_starved = self._is_starved(is_idle=self.num_freed == before)
+        return not (done.is_overtaken or is_starved or (self._under_way and may_change))
 
     def _is_starved(self, *, is_idle: bool) -> bool:
         """Whether a save still finds no space, after a round that was idle or not. Warns where it stays so: space that

@@ -11,7 +11,7 @@ from holdfast.control.torch_store import global_rank, group_ranks
 from holdfast.format.patterns import Globs
 from holdfast.format.records import Place
 from holdfast.run.session import Takeover
-from holdfast.saving import save_to_storage
+from holdfast.saving import RoomMaker, save_to_storage
 from holdfast.snapshot.guard import Guard
 from holdfast.store.base import Location
 
@@ -26,10 +26,11 @@ def save_through(
     select: str | Sequence[str] | None,
     group: ProcessGroup | None,
     takeover: Takeover,
+    room: RoomMaker,
     timeout_s: float,
 ) -> None:
     """Save to storage, and return when the checkpoint is committed. Nobody else may change the state meanwhile
-    (`guard`). Raises as `holdfast.save`."""
+    (`guard`). Asks for `room` where space is missing. Raises as `holdfast.save`."""
     machine.begin("storage", is_first_rank=group_ranks(group)[0] == global_rank())
     hold = guard.hold(timeout_s=timeout_s)
     try:
@@ -41,6 +42,7 @@ def save_through(
             select=None if select is None else Globs(select),
             group=group,
             takeover=takeover,
+            room=room,
             timeout_s=timeout_s,
         )
     finally:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, SupportsFloat, SupportsIndex
+from typing import Literal, NamedTuple, Protocol, SupportsFloat, SupportsIndex
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from holdfast.calls import PLAIN, SAVE, outer, refuse_nested
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
 from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
 from holdfast.io.meter import Meter
@@ -132,10 +132,11 @@ def save_to_storage(
     group: ProcessGroup | None,
     takeover: Takeover,
     is_strict: bool = False,
+    room: RoomMaker | None = None,
     timeout_s: float,
 ) -> SaveReport:
     """As `save`, with checked arguments, for a call that may be inside another one of the library. `numbers` are the
-    metrics; with `is_strict`, copies that differ are always an error."""
+    metrics; with `is_strict`, copies that differ are always an error. `room` is asked for space where it is missing."""
     deadline = Deadline(timeout_s)
     channel = default_channel(f"save of step {step}", group, deadline=deadline, step=step)
     ranks = group_ranks(group)
@@ -153,6 +154,7 @@ def save_to_storage(
         is_strict=is_strict,
         sources=sources_of(state, is_first_rank=channel.rank == 0),
         known=_known.setdefault((location.url, ranks), StoredPlanCache()),
+        room=room,
     )
 
 
@@ -170,12 +172,14 @@ def save_over(
     is_strict: bool,
     sources: Sources,
     known: StoredPlanCache,
+    room: RoomMaker | None = None,
 ) -> SaveReport:
     """As `save_to_storage`, over a channel between the global `ranks`. `sources` are the loads that filled the state,
     and `known` is the plan of the last save, which is updated."""
     with TimedStore(open_store(location), timeout_s=deadline.for_storage_s) as storage:
         request = SaveRequest(storage, step, numbers, takeover, now(), sources)
-        report = _Saving(channel, deadline, request, ranks, select, known, is_strict=is_strict).run(state)
+        saving = _Saving(channel, deadline, request, ranks, select, known, is_strict=is_strict, room=room)
+        report = saving.run(state)
     channel.await_readers(deadline)
     if channel.rank == 0 and not state and not report.num_tensors:
         LOG.warning("the state of step %d is empty, so its checkpoint holds nothing", step)
@@ -243,6 +247,14 @@ def run_location(run: str | os.PathLike[str] | Location) -> Location:
     return target.location
 
 
+class RoomMaker(Protocol):
+    """Somebody who can make room in the store for a save that found no space."""
+
+    def made(self, error: StorageError, channel: Channel, deadline: Deadline) -> bool:
+        """Whether there is room now for a save that has ended in `error` on all ranks. Collective. If not, and the
+        error is about space, it says why not."""
+
+
 class _WrittenPart(NamedTuple):
     """One rank's part of a save: its share in the plan, and the data file that it wrote."""
 
@@ -263,8 +275,10 @@ class _Saving:
         known: StoredPlanCache,
         *,
         is_strict: bool,
+        room: RoomMaker | None,
     ) -> None:
         self._select = select
+        self._room = room
         self._channel = channel
         self._deadline = deadline
         self._request = request
@@ -288,11 +302,8 @@ class _Saving:
         )
         what = of_first_rank(f"saving step {self._request.step}", world_size)
         with progress(what, shown=number == 0, after_s=PATIENCE_S) as meter:
-            with self._watch.phase("write"):
-                part = attempt(lambda: self._write(planned, mine, meter))
-            with self._watch.phase("commit"):
-                commit = self._commit(planned, told(part, lambda mine: mine.written))
-        share, written = done(part)
+            part, commit = self._write_and_commit(planned, lambda: self._write(planned, mine, meter))
+        share, written = part
         return SaveReport(
             step=commit.step,
             place=str(commit.place),
@@ -303,6 +314,22 @@ class _Saving:
             diverged=planned.diverged,
             seconds=self._watch.seconds,
         )
+
+    def _write_and_commit(self, planned: Planned, write: Callable[[], _WrittenPart]) -> tuple[_WrittenPart, Commit]:
+        """Write this rank's part, and have rank 0 commit. If that fails on all ranks because space is missing, and
+        somebody can make some, the ranks that have not written their parts write them again."""
+        part: _WrittenPart | Exception | None = None
+        while True:
+            if not isinstance(part, _WrittenPart):
+                with self._watch.phase("write"):
+                    part = attempt(write)
+            try:
+                with self._watch.phase("commit"):
+                    commit = self._commit(planned, told(part, lambda mine: mine.written))
+                return done(part), commit
+            except StorageError as error:
+                if self._room is None or not self._room.made(error, self._channel, self._deadline):
+                    raise
 
     def _write(self, planned: Planned, mine: RankState, meter: Meter) -> _WrittenPart:
         share = share_in(self._storage, planned, self._rank, self._known.share)
