@@ -146,7 +146,7 @@ class Pruning:
     def make_room(self, since: int, timeout_s: float) -> str:
         """Delete at once, for a save that found no space, what the policy does not keep. Returns "" if files were
         deleted since `num_freed` was `since`, else a sentence that says why none were."""
-        if self._retention is None:
+        if self._retention is None or self._is_forked:
             return "The Checkpointer has no `keep`, so it deletes nothing."
         self._why = "The deletions that `keep` allows have not ended in time."
         done, end_s = Latch(), time.monotonic() + timeout_s
