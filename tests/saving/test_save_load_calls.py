@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import Checkpointer, CorruptError, IncompatibleError, NotFoundError
+from holdfast import Checkpointer, ConfigurationError, CorruptError, IncompatibleError, NotFoundError
 from tests.saving.test_save_load import same
 from tests.support.models import build, differing, filled
 
@@ -154,11 +154,21 @@ def test_a_metric_that_is_no_number_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None, 1 << 63])
+@pytest.mark.parametrize("step", [-1, True, 1.0, "3", None])
 def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(ValueError, match="step must be a whole number from 0 to"):
         holdfast.save(tmp_path / "run", {}, step)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_greatest_step_is_the_one_that_the_name_of_a_folder_can_have(tmp_path: Path) -> None:
+    for step in (10**18, 1 << 62, 1 << 63, 10**30):
+        with pytest.raises(ConfigurationError, match=r"\[config.step\].*too large"):
+            holdfast.save(tmp_path / "run", {}, step)
+    assert not (tmp_path / "run").exists()
+    state = {"w": torch.ones(1)}
+    holdfast.save(tmp_path / "run", state, 10**18 - 1)
+    assert holdfast.load(tmp_path / "run", into=state).step == 10**18 - 1
 
 
 @pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)], ids=lambda step: type(step).__name__)

@@ -40,9 +40,9 @@ CHECKPOINTS: Final = "checkpoints"
 SEAL_NAME: Final = "seal.json"
 
 _COUNTDOWN: Final = 9_999_999_999
-#: The last number that a checkpoint can have in its epoch, and the last step.
+#: The last number that a checkpoint can have in its epoch, and the last step: names of folders have 18 digits for it.
 MAX_SEQ: Final = _COUNTDOWN
-MAX_STEP: Final = 2**63 - 1
+MAX_STEP: Final = 10**18 - 1
 _DIGEST_OPENER: Final = b',"digest":"'
 _TAIL_NBYTES: Final = len(_DIGEST_OPENER) + 32 + len(b'"}\n')
 

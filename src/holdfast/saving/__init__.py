@@ -32,7 +32,7 @@ from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.errors import ConfigurationError, HoldfastError, StorageError
 from holdfast.format.patterns import Globs
-from holdfast.format.records import MAX_RECORD_NBYTES, Commit, now
+from holdfast.format.records import MAX_RECORD_NBYTES, MAX_STEP, Commit, now
 from holdfast.io.meter import Meter
 from holdfast.options import check_flag
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
@@ -190,10 +190,16 @@ def save_over(
 
 def whole(step: object) -> int:
     """Convert a step, which may be one of numpy's integers, to the int that is recorded. Raises `ValueError` for
-    anything that is not a step."""
+    anything that is not a step, and `ConfigurationError`, code ``config.step``, for one above 10**18 - 1."""
     number = operator.index(step) if isinstance(step, SupportsIndex) and not isinstance(step, bool) else -1
-    if not 0 <= number < 1 << 63:
-        raise ValueError(f"step must be a whole number from 0 to 2**63 - 1, not {step!r}")
+    if number < 0:
+        raise ValueError(f"step must be a whole number from 0 to 10**18 - 1, not {step!r}")
+    if number > MAX_STEP:
+        raise ConfigurationError(
+            f"step {number} is too large: the name of a checkpoint's folder has 18 digits for it.",
+            code="config.step",
+            action="Number the steps from 0 to 10**18 - 1.",
+        )
     return number
 
 
