@@ -53,7 +53,7 @@ from holdfast.store.paced import PacedStore, PacingStoppedError
 from holdfast.store.urls import open_store
 from holdfast.wording import count
 
-#: The time that `close` gives the rounds that are due. What is left goes at the next commit.
+#: The time that `close` gives the rounds that are due. What is left goes when the next job begins.
 CLOSING_S: Final = 2.0
 #: A thread without work ends after this time.
 _IDLE_S: Final = 1.0
