@@ -438,7 +438,6 @@ class Checkpointer:
         """Wait until all saves are durable, and close the memory, whose contents stay. Raises the error of a save that
         failed. May be called again. Afterwards `save` and `restore` raise ``config.closed``. Raises
         `ConfigurationError`, code ``config.nested``, as `save`; it is not closed then.
-
         It waits for nothing in a forked process, because the saves are the parent's; nor while the interpreter ends,
         which stops all threads: the keeper still makes staged snapshots durable."""
         if self._turn.is_of_parent or sys.is_finalizing():
