@@ -105,6 +105,27 @@ def test_an_adagrad_without_its_slots_is_refused(tmp_path: Path) -> None:
         holdfast.load(tmp_path / "run", trained(Adagrad, seed=1), mapping=[Drop("optimizer/state/**")])
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_adagrad_with_a_group_that_was_added_later_takes_its_own_checkpoint(tmp_path: Path, strict: bool) -> None:
+    """Such a group has no slots, in torch either, and needs none while it is frozen: its resume was refused."""
+
+    def grown() -> State:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(requires_grad=False)
+        optimizer = Adagrad(model[1].parameters(), lr=0.1)
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        return {"model": model, "optimizer": optimizer}
+
+    saved, into = grown(), grown()
+    saved["model"](torch.ones(1, 3)).sum().backward()
+    saved["optimizer"].step()
+    holdfast.save(tmp_path / "run", saved, 0)
+    holdfast.load(tmp_path / "run", into, strict=strict)
+    assert repr(into["optimizer"].state_dict()) == repr(saved["optimizer"].state_dict())
+    into["model"](torch.ones(1, 3)).sum().backward()
+    into["optimizer"].step()
+
+
 def test_nothing_is_known_about_steps_of_a_users_own() -> None:
     parameter = nn.Parameter(torch.ones(2))
     held = [(parameter, ["sum"])]

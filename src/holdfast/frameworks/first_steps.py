@@ -93,11 +93,14 @@ class NeededSlots:
         self, group: Mapping[str, object], parameters: Sequence[tuple[torch.Tensor, Collection[str]]]
     ) -> list[frozenset[str]]:
         """For each of some parameters in `group`, with its slots: the components of those that steps need beside them.
-        The options of `group` are those of the steps. Most classes make the slots of a parameter that has none."""
+        The options of `group` are those of the steps. Most classes make the slots of a parameter that has none; where
+        they do not, one that has none here either is as it was saved."""
         options = option_kinds(group)
         are_made = self._kind not in _MAKE_SLOTS_AT_ONCE
         return [
-            frozenset() if not slots and are_made else self._of(group, options, parameter).difference(slots)
+            self._of(group, options, parameter).difference(slots)
+            if slots or (not are_made and self._optimizer.state.get(parameter))
+            else frozenset()
             for parameter, slots in parameters
         ]
 

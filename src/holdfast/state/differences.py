@@ -367,8 +367,8 @@ _ACTIONS = {
         "Give the parameter its stored shape, or start its optimizer state afresh with strict=False."
     ),
     "incompatible.needed_slots": (
-        "Leave the mapping of these slots out, or drop the whole state of the parameters, such as with "
-        'Drop("optimizer/state/**"): it then starts afresh. Or leave the optimizer out of select=.'
+        "Leave the mapping of these slots out, or the optimizer out of select=: it then starts afresh. So does a "
+        'parameter whose whole state is dropped, such as with Drop("optimizer/state/**"), but not with Adagrad.'
     ),
     "incompatible.flat_slots": (
         "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "
