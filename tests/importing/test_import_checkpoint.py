@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ def test_a_hugging_face_folder_becomes_a_run_that_is_verified_and_loaded(tmp_pat
     assert (report.step, report.verified) == (40, True)
     assert {name: bits(tensor) for name, tensor in live.items()} == {n: bits(t) for n, t in tensors.items()}
     assert holdfast.save(run, live, 41).place == "2.1"
+
+
+def test_of_two_equal_imports_at_once_one_succeeds_and_the_other_is_told_why(tmp_path: Path) -> None:
+    """Each deleted the other's temporary files, so both could fail, because "somebody removed" these."""
+    tensors = some_tensors()
+    write_sharded(tmp_path / "hf", tensors, 3)
+    for turn in range(5):
+        together, run = threading.Barrier(2), tmp_path / f"run-{turn}"
+
+        def begin(together: threading.Barrier = together, run: Path = run) -> object:
+            together.wait()
+            try:
+                return holdfast.import_checkpoint(tmp_path / "hf", run, 3)
+            except holdfast.ConfigurationError as error:
+                return error.code
+
+        with ThreadPoolExecutor(2) as pool:
+            found = [each.result() for each in [pool.submit(begin) for _ in range(2)]]
+        told = [each for each in found if isinstance(each, str)]
+        assert told in ([], ["config.destination"])  # the later call finds all done, if it comes late enough
+        live = {name: torch.full_like(tensor, 1) for name, tensor in tensors.items()}
+        holdfast.load(run, live)
+        assert {name: bits(tensor) for name, tensor in live.items()} == {n: bits(t) for n, t in tensors.items()}
 
 
 def save_columns(folder: str) -> None:

@@ -32,13 +32,13 @@ from holdfast.exporting.file_tasks import (
     task_groups,
 )
 from holdfast.exporting.new_folder import NewFolder
-from holdfast.exporting.only_writer import only_writer
 from holdfast.interop.stored_source import StoredSource
 from holdfast.io.buffers import window_pools
 from holdfast.io.side_by_side import write_side_by_side
 from holdfast.reports import size
 from holdfast.run.paths import some
 from holdfast.store.base import Store
+from holdfast.store.only_writer import only_writer
 from holdfast.workers import Workforce, run_tasks, unfinished
 
 
@@ -153,7 +153,7 @@ def write_folder(
     place = storage.location.folder
     if place is not None and not place.exists():
         storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))  # makes the folder, durably
-    with only_writer(place):
+    with only_writer(place, "writes an export to"):
         return _write(storage, folder, state, workforce, advance, read_back=read_back, finish=finish)
 
 

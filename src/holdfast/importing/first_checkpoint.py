@@ -36,6 +36,7 @@ from holdfast.run.complete import StoredManifest, read_manifest, seal_and_commit
 from holdfast.run.history import Run
 from holdfast.run.paths import some
 from holdfast.store.base import Store
+from holdfast.store.only_writer import only_writer
 from holdfast.workers import Workforce, on_executor, run_tasks, unfinished
 
 #: Most bytes of tensors in one data file, unless it is one tensor. Files are what workers share the work by, and what
@@ -68,7 +69,8 @@ def import_state(
     becomes visible. The same call goes on: it keeps the data files that match their digests.
 
     Raises:
-        ConfigurationError: code ``config.unloaded_history``: the run has checkpoints; or the folder is no run.
+        ConfigurationError: code ``config.unloaded_history``: the run has checkpoints; or the folder is no run; or
+            another call imports into it now (``config.destination``).
         CorruptError, IncompatibleError: a part of `state` is damaged, or is no value; nothing is written.
         StorageError: a store failed, or a worker died (``storage.worker``).
     """
@@ -77,18 +79,19 @@ def import_state(
     packed = pack_values(nodes)
     template = _template(state, nodes, packed)
     run = Run.create(storage)
-    epoch, stored = _begin(run, template, _digest(state, step, packed), step)
-    for leftover in storage.leftovers(f"{records.CHECKPOINTS}/{stored.folder}"):
-        storage.delete(f"{records.CHECKPOINTS}/{stored.folder}/{leftover}")
-    tasks = _tasks(StoredSource.of(state), storage, stored, packed, read_back)
-    done = _run(tasks, storage, state, stored, workforce=workforce or on_executor(None), advance=advance)
-    done.sort(key=lambda file: file.index)
-    _check_whole(storage, stored, done)
-    state.check_unchanged()
-    run.check_fence(epoch)
-    commit = seal_and_commit(run, stored, [file.seal for file in done])
-    kept = tuple(file.seal.name for file in done if file.kept)
-    return ImportedState(commit, kept, sum(file.seal.nbytes for file in done if not file.kept))
+    with only_writer(storage.location.folder, "imports into"):
+        epoch, stored = _begin(run, template, _digest(state, step, packed), step)
+        for leftover in storage.leftovers(f"{records.CHECKPOINTS}/{stored.folder}"):
+            storage.delete(f"{records.CHECKPOINTS}/{stored.folder}/{leftover}")
+        tasks = _tasks(StoredSource.of(state), storage, stored, packed, read_back)
+        done = _run(tasks, storage, state, stored, workforce=workforce or on_executor(None), advance=advance)
+        done.sort(key=lambda file: file.index)
+        _check_whole(storage, stored, done)
+        state.check_unchanged()
+        run.check_fence(epoch)
+        commit = seal_and_commit(run, stored, [file.seal for file in done])
+        kept = tuple(file.seal.name for file in done if file.kept)
+        return ImportedState(commit, kept, sum(file.seal.nbytes for file in done if not file.kept))
 
 
 def _digest(state: StoredState, step: int, packed: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The lock on a folder that an export writes to, so that of two calls at once one succeeds."""
+"""The lock on a folder that an export or an import writes to, so that of two calls at once one succeeds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from holdfast.store.posix_errors import reported
 
 
 @contextmanager
-def only_writer(folder: Path | None) -> Iterator[None]:
-    """A ``with`` block in which no other call writes an export to `folder`, which exists; the lock ends with this
-    process. Does nothing where other machines see the folder, and for None: there, the later call stops the earlier.
+def only_writer(folder: Path | None, doing: str) -> Iterator[None]:
+    """A ``with`` block in which no other call writes to `folder`, which exists; the lock ends with this process. Does
+    nothing where other machines see the folder, and for None: there, the later call stops the earlier.
 
-    Raises `ConfigurationError`, code ``config.destination``, where another call writes to it.
+    `doing`, such as "writes an export to", is for the error: `ConfigurationError`, code ``config.destination``, where
+    another call writes to it.
     """
     if folder is None:
         yield
@@ -27,7 +28,7 @@ def only_writer(folder: Path | None) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if is_local(descriptor):
-            _lock(descriptor, folder)
+            _lock(descriptor, folder, doing)
         yield
     finally:
         with suppress(OSError):
@@ -35,12 +36,12 @@ def only_writer(folder: Path | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, folder: Path) -> None:
+def _lock(descriptor: int, folder: Path, doing: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ConfigurationError(
-            f"another call writes an export to {folder} now.",
+            f"another call {doing} {folder} now.",
             code="config.destination",
             action="Wait for that one, or name another folder.",
             path=str(folder),
