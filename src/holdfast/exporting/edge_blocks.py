@@ -10,21 +10,24 @@ from threading import Condition
 from typing import Final
 
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.io.buffers import NUM_THREADS
 from holdfast.io.jobs import DataFile, ReadJob
 from holdfast.store.base import Bytes, FileReader
 
-#: Most blocks that are kept: two for each of 128 files that an export goes through at the same time.
-_MAX_BLOCKS: Final = 256
+#: Most blocks that are kept: two for each of 96 files that an export goes through at the same time.
+_MAX_BLOCKS: Final = 192
 
 
 class EdgeBlocks:
-    """The first and the last block of each file's reads for a window, kept for the windows beside it.
+    """The first and the last block of each of `num_files` files' reads for a window, kept for the windows beside it.
 
     Windows follow the order of the stored elements, so the last block of one is mostly the first of the next. The
     reader verifies a kept block like any other. Safe for several threads, which read different windows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_files: int) -> None:
+        #: Each of the threads that read windows has two blocks of each file in use.
+        self._max_blocks = min(2 * NUM_THREADS * num_files, _MAX_BLOCKS)
         self._blocks: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         #: The blocks that threads are reading. Other threads wait for these instead of reading them again.
         self._coming: set[tuple[str, int]] = set()
@@ -56,7 +59,7 @@ class EdgeBlocks:
             read(offset, out)
             with self._changed:
                 self._blocks[key] = out.copy()
-                if len(self._blocks) > _MAX_BLOCKS:
+                if len(self._blocks) > self._max_blocks:
                     self._blocks.popitem(last=False)
         finally:
             with self._changed:

@@ -248,5 +248,7 @@ def small_contents(state: StoredState, tensors: Sequence[ExportTensor]) -> list[
     out = np.empty(starts[-1], np.uint8)
     if segments:
         with pipeline_pool() as pool:
-            ElementSource(state, segments, EdgeBlocks(), pool, lambda _: None).read_into(0, out)
+            ElementSource(state, segments, EdgeBlocks(state.manifest.body.num_files), pool, lambda _: None).read_into(
+                0, out
+            )
     return [out[start : start + tensor.nbytes].tobytes() for tensor, start in zip(tensors, starts, strict=False)]

@@ -283,7 +283,7 @@ def _run(
             advance(files.data_nbytes)
 
     def run_here(tasks: Sequence[FilesTask]) -> None:
-        blocks = EdgeBlocks()
+        blocks = EdgeBlocks(state.manifest.body.num_files)
         with window_pools(WINDOW_NBYTES) as pools:
             write_side_by_side(
                 tasks,

@@ -37,7 +37,7 @@ def import_checkpoint(
     data files of 1 GiB or of one tensor. The checkpoint is durable and committed on return; before, none is visible.
     After an interruption the same call continues: it keeps the data files that match their digests, which it reads.
 
-    Workers of `executor`, any of `concurrent.futures` and its like, write the files at the same time, each with 48 MiB
+    Workers of `executor`, any of `concurrent.futures` and its like, write the files at the same time, each with 200 MiB
     of buffers. They must see `src` and `run` under the same names. Without it, threads of this process do. With
     `read_back`, each new file is read again when it is written, and compared.
 

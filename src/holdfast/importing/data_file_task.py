@@ -38,7 +38,7 @@ from holdfast.store.base import Bytes, Location, Store
 
 #: Bytes of the new file that are put together at once, by each of the writer's threads. All their parts are read
 #: together: in larger windows, each foreign file is opened and planned less often, and more parts lie side by side.
-WINDOW_NBYTES: Final = 32 * container.BLOCK_NBYTES
+WINDOW_NBYTES: Final = 64 * container.BLOCK_NBYTES
 
 
 @dataclass(frozen=True)

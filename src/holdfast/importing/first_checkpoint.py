@@ -65,7 +65,7 @@ def import_state(
     """Write `state` into the run at the root of `storage`, as its first checkpoint, of `step`. Blocks until it is
     committed and durable.
 
-    Reads and writes every byte once; each worker has 48 MiB of buffers, and those of a load. If it fails, no checkpoint
+    Reads and writes every byte once; each worker has 200 MiB of buffers. If it fails, no checkpoint
     becomes visible. The same call goes on: it keeps the data files that match their digests.
 
     Raises:
