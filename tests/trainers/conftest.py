@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _FILES = {
-    "megatron": ["test_megatron_checkpoints.py", "test_megatron_jobs.py"],
+    "megatron": ["test_megatron_checkpoints.py", "test_megatron_fsdp.py", "test_megatron_jobs.py"],
     "ray": ["test_ray_train.py"],
     "torchft": ["test_torchft.py"],
     "torchtitan": ["test_torchtitan_jobs.py"],

@@ -6,12 +6,12 @@ from typing import Annotated, Final
 
 import msgspec
 
-from holdfast.format.records import MAX_STEP, Seconds
+from holdfast.format.records import Seconds
 
 #: The longest duration that a record can hold, in seconds.
 LONGEST_S: Final = 1e9
 _Duration = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
-_Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class EventRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
