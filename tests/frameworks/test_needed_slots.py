@@ -97,6 +97,8 @@ def test_slots_that_a_step_makes_anew_may_be_dropped(tmp_path: Path) -> None:
     into = trained(SGD, seed=1, momentum=0.9)
     holdfast.load(tmp_path / "run", into, mapping=[Drop("optimizer/state/**/momentum_buffer")])
     step(into)
+    buffers = [into["optimizer"].state[each]["momentum_buffer"] for each in into["model"].parameters()]
+    assert all(torch.equal(buffer, torch.ones_like(buffer)) for buffer in buffers)  # that of a first step
 
 
 def test_an_adagrad_without_its_slots_is_refused(tmp_path: Path) -> None:

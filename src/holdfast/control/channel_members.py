@@ -29,7 +29,7 @@ class ChannelMembers:
         self.given_up: dict[int, Exception] = {}
 
     def names(self, ranks: Sequence[int]) -> str:
-        """What a message calls the sorted `ranks`."""
+        """The words for the sorted `ranks` in a message."""
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
 
     def advice(self, absent: Sequence[int]) -> str:

@@ -74,7 +74,7 @@ _MEANT: dict[str, str] = {
 
 
 def no_dtype(name: str) -> str:
-    """What is wrong with a `name` that is not a dtype, as text for an error: the dtype that was meant, or all."""
+    """The text of an error about a `name` that is not a dtype. It names the dtype that was meant, or all."""
     word = name.lower().removeprefix("torch.")
     meant = word if word in DTYPES else _MEANT.get(word)
     if meant is not None:

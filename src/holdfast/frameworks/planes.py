@@ -283,7 +283,7 @@ def _inner(tensor: Any, depth: int = 0) -> tuple[dict[str, torch.Tensor], object
 
 
 def _flattened(tensor: Any) -> tuple[list[str], object]:
-    """What ``__tensor_flatten__`` of a tensor returns: the names of its inner tensors, and all else that it needs."""
+    """The names of the inner tensors of `tensor`, and all else that it needs, from its ``__tensor_flatten__``."""
     found = tensor.__tensor_flatten__()
     if not isinstance(found, tuple) or len(found) != 2:
         raise UnreadableError(f"its __tensor_flatten__ returned {kind_of(found)}, not names and a context")

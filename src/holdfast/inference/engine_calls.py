@@ -60,8 +60,8 @@ def run_beside(
     deadline: Deadline,
     failed: Callable[[EngineCall, HoldfastError], None],
 ) -> tuple[T | Exception, list[HoldfastError]]:
-    """Do `work` while `calls` run, which return when the engines have done their part of it. Returns the result or the
-    error of `work`, and the errors of the calls, the first one first.
+    """Do `work` beside `calls`. Each call returns when its engine has done its part. Returns the result or the error of
+    `work`, and the errors of the calls, the first one first.
 
     `failed` is told of a call that failed, in the call's thread, so that `work` need not wait for its workers. Where
     `work` fails, calls that do not return soon are left to themselves.

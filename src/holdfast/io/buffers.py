@@ -58,7 +58,7 @@ class BufferPool:
 
     @contextmanager
     def buffers(self, number: int) -> Iterator[list[Bytes]]:
-        """That many buffers for the duration of a ``with`` block, or all if there are less, each taken as by `buffer`.
+        """Lend `number` buffers, or all if there are less, for the duration of a ``with`` block, as `buffer` lends one.
 
         Callers that share a pool and take more than one buffer each may wait for each other for ever.
         """

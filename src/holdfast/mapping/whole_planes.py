@@ -76,7 +76,7 @@ def _planes_by_tensor(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def _planes_node(name: str, nodes: Mapping[str, Node]) -> PlanesNode | None:
-    """What the tensor `name` consists of; None if it does not consist of planes."""
+    """The planes of the tensor `name`; None if it has none."""
     node = nodes.get(name)
     bare = None if node is None else values.bare(node)
     return bare if isinstance(bare, PlanesNode) else None
