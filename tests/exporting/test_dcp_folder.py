@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast.errors import IncompatibleError
 from holdfast.exporting import dcp_folder, file_tasks
+from holdfast.exporting.file_writes import write_together
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
-from holdfast.io.writer import write_file
 from holdfast.mapping import Fuse, Rename
 from tests.exporting.exported_runs import Tied, bits, divided_run, plain_state
 from tests.support.ranks import run_ranks
@@ -276,15 +276,16 @@ def test_an_export_that_failed_goes_on_after_its_finished_files(
 ) -> None:
     tensors = {f"w{number}": torch.full((100_000,), float(number)) for number in range(4)}
     holdfast.save(tmp_path / "run", {**tensors, "value": [1, "a"]}, 1)
-    write, begun = write_file, []
+    write, begun = write_together, []
 
-    def fails(*arguments: Any, **options: Any) -> bytes:
+    def fails(*arguments: Any, **options: Any) -> Any:
         begun.append(arguments)
         if len(begun) == 3:
             raise KeyboardInterrupt
         return write(*arguments, **options)
 
-    monkeypatch.setattr(file_tasks, "write_file", fails)
+    monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 0)
+    monkeypatch.setattr(file_tasks, "write_together", fails)
     with pytest.raises(KeyboardInterrupt):
         holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp", shard_nbytes=400_000)
     assert not (tmp_path / "dcp" / ".metadata").exists()

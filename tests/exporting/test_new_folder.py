@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import holdfast
 from holdfast import progress
 from holdfast.errors import ConfigurationError, CorruptError, StorageError
+from holdfast.exporting import file_tasks
 from holdfast.exporting.file_tasks import RECORD_NAME
 from holdfast.io.meter import Meter
 from holdfast.store.posix import PosixStore
@@ -32,18 +33,24 @@ KILLED = """
 import os, signal, sys
 import holdfast
 from holdfast.exporting import file_tasks
-write, begun = file_tasks.write_file, []
-def killed(writer, *arguments, **options):
-    begun.append(writer)
+write, begun = file_tasks.write_together, []
+def killed(files, *arguments):
+    begun.append(files)
     if len(begun) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    return write(writer, *arguments, **options)
-file_tasks.write_file = killed
+    return write(files, *arguments)
+file_tasks.write_together = killed
+file_tasks._RECORD_NBYTES = 0
 holdfast.export(sys.argv[1], sys.argv[2], shard_nbytes=1_000_000)
 """
 INDEX = "model.safetensors.index.json"
 SHARDS = [f"model-{number:05d}-of-00004.safetensors" for number in range(1, 5)]
 STATE = {f"w{number}": torch.full((200_000,), float(number)) for number in range(4)}
+
+
+@pytest.fixture(autouse=True)
+def _record_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 0)
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import holdfast
 from holdfast.errors import ConfigurationError, IncompatibleError
-from holdfast.exporting import archive_entries, file_tasks
+from holdfast.exporting import archive_entries, file_tasks, folder_writer
 from holdfast.exporting.file_tasks import RECORD_NAME
-from holdfast.io.writer import write_file
+from holdfast.exporting.file_writes import write_together
+from holdfast.format.container import BLOCK_NBYTES
 from tests.exporting.exported_runs import bits
 from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
 from tests.support.command_line import holdfast_command
@@ -147,8 +148,30 @@ def test_an_object_of_the_client_is_refused_unless_it_is_left_out(tmp_path: Path
     assert not (tmp_path / "universal").exists()
 
 
+def test_small_files_that_threads_write_side_by_side_read_each_stored_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (file_tasks, folder_writer):
+        monkeypatch.setattr(module, "WINDOW_NBYTES", 4 * BLOCK_NBYTES)
+    monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 4 * BLOCK_NBYTES)
+    monkeypatch.setattr(file_tasks, "_TASK_NBYTES", 12 * BLOCK_NBYTES)
+    model = torch.nn.ModuleDict({f"layer{number}": torch.nn.Linear(400, 700) for number in range(20)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.stack([parameter.sum() for parameter in model.parameters()]).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    holdfast.save(tmp_path / "run", {"model": model, "optimizer": optimizer}, 1)
+    report = holdfast.export(tmp_path / "run", tmp_path / "universal", "deepspeed-universal")
+    tag = tagged(tmp_path / "universal")
+    for name, parameter in model.named_parameters():
+        slots = {"fp32": parameter.detach(), **optimizer.state[parameter]}
+        for slot in ("fp32", "exp_avg", "exp_avg_sq"):
+            assert bits(plain(tag / f"zero/{name}/{slot}.pt")["param"]) == bits(slots[slot])
+    needed = 3 * sum(parameter.nbytes for parameter in model.parameters())
+    assert report.read_nbytes <= needed + BLOCK_NBYTES
+
+
 def test_an_export_that_failed_goes_on_in_all_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, write, begun = trained_state(), write_file, list[object]()
+    state, write, begun = trained_state(), write_together, list[object]()
     whole = exported(state, tmp_path)
 
     def fails(*arguments: Any, **options: Any) -> Any:
@@ -157,7 +180,8 @@ def test_an_export_that_failed_goes_on_in_all_folders(tmp_path: Path, monkeypatc
             raise OSError("pulled")
         return write(*arguments, **options)
 
-    monkeypatch.setattr(file_tasks, "write_file", fails)
+    monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 0)
+    monkeypatch.setattr(file_tasks, "write_together", fails)
     target = tmp_path / "again"
     with pytest.raises(OSError, match="pulled"):
         holdfast.export(tmp_path / "run", target, "deepspeed-universal")

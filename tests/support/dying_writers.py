@@ -4,39 +4,48 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from typing import NoReturn
 
-import numpy as np
-
-from holdfast.exporting import file_tasks
-from holdfast.importing import data_file_task
+from holdfast.store.base import Bytes, FileWriter
+from holdfast.store.posix import PosixStore, PosixWriter
 
 
 def die_in_file(number: int, at: float) -> None:
-    """Have this process kill itself with SIGKILL when it has written so many files, and the part `at` of another."""
-    for module in (file_tasks, data_file_task):
-        module.write_file = _Dying(module.write_file, number, at)  # type: ignore[attr-defined]
+    """Have this process kill itself with SIGKILL when it has begun so many files, and written the part `at` of
+    another."""
+    begin, left = PosixStore.writer, number
+
+    def writer(self: PosixStore, key: str, *, nbytes: int) -> FileWriter:
+        nonlocal left
+        left -= 1
+        made = begin(self, key, nbytes=nbytes)
+        return made if left >= 0 else _DyingWriter(made, int(nbytes * at) // 4096 * 4096)
+
+    PosixStore.writer = writer  # type: ignore[assignment,method-assign]
 
 
-class _Dying:
-    """`write_file`, until the process kills itself."""
+class _DyingWriter:
+    """A writer that kills its process once `nbytes` bytes are written."""
 
-    def __init__(self, write: Any, number: int, at: float) -> None:
-        self._write = write
-        self._left = number
-        self._at = at
+    def __init__(self, writer: PosixWriter, nbytes: int) -> None:
+        self._writer = writer
+        self._left = nbytes
+        self.alignment = writer.alignment
 
-    def __call__(self, writer: Any, sources: Any, **options: Any) -> bytes:
-        self._left -= 1
-        if self._left >= 0:
-            return self._write(writer, sources, **options)  # type: ignore[no-any-return]
-        self._write_part(writer, sources)
+    def write_at(self, offset: int, data: Bytes) -> None:
+        taken = data[: self._left]
+        self._left -= len(taken)
+        if len(taken):
+            self._writer.write_at(offset, taken)
+        if len(taken) < len(data):
+            self._die()
+
+    def publish(self, nbytes: int) -> NoReturn:
+        self._die()
+
+    def abort(self) -> None:
+        self._writer.abort()
+
+    def _die(self) -> NoReturn:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("a killed process goes on")
-
-    def _write_part(self, writer: Any, sources: Any) -> None:
-        nbytes = int(sources[0].nbytes * self._at) // 4096 * 4096
-        data = np.zeros(nbytes, np.uint8)
-        if nbytes:
-            sources[0].read_into(0, data)
-            writer.write_at(4096, data)

@@ -14,7 +14,10 @@ from holdfast.io.buffers import NUM_THREADS
 from holdfast.io.jobs import DataFile, ReadJob
 from holdfast.store.base import Bytes, FileReader
 
-#: Most blocks that are kept: two for each of 96 files that an export goes through at the same time.
+#: Blocks of each file that are kept for each thread: two of its window, and those that the threads beside it read until
+#: it comes to the window that ends where another thread's first one began.
+_BLOCKS_OF_FILE: Final = 8
+#: Most blocks that are kept.
 _MAX_BLOCKS: Final = 192
 
 
@@ -26,8 +29,7 @@ class EdgeBlocks:
     """
 
     def __init__(self, num_files: int) -> None:
-        #: Each of the threads that read windows has two blocks of each file in use.
-        self._max_blocks = min(2 * NUM_THREADS * num_files, _MAX_BLOCKS)
+        self._max_blocks = min(_BLOCKS_OF_FILE * NUM_THREADS * num_files, _MAX_BLOCKS)
         self._blocks: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         #: The blocks that threads are reading. Other threads wait for these instead of reading them again.
         self._coming: set[tuple[str, int]] = set()

@@ -7,7 +7,7 @@ whatever the layout of the stored files.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from threading import Lock
@@ -96,22 +96,35 @@ class ElementSource:
 
     def read_into(self, start: int, out: Bytes) -> None:
         """As `Source.read_into`."""
-        window = _WindowReads(self._state)
-        for segment in segments_between(self._segments, start, start + len(out)):
+        num_read = read_window(self._state, [(self._segments, start, out)], self._blocks, self._pool)
+        with self._lock:
+            self.bytes_read += num_read
+        self._advance(len(out))
+
+
+def read_window(
+    state: StoredState,
+    parts: Iterable[tuple[Sequence[Segment], int, Bytes]],
+    blocks: EdgeBlocks,
+    pool: BufferPool,
+) -> int:
+    """Fill the parts of a window, all at once: for each the segments of a file, the offset in the file's data, and the
+    memory for the bytes from there on. Returns the number of bytes that were read from storage, through one buffer of
+    `pool`."""
+    window = _WindowReads(state)
+    for segments, start, out in parts:
+        for segment in segments_between(segments, start, start + len(out)):
             low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
             skipped, held = low - segment.start, out[low - start : high - start]
             if isinstance(segment, GivenSegment):
                 held[:] = np.frombuffer(segment.data, np.uint8)[skipped : skipped + len(held)]
             else:
                 window.add(segment, skipped, held)
-        if window.wants:
-            jobs = (self._blocks.shared(job, self._count) for _, job in self._state.jobs(window.wants, window))
-            read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, num_threads=1)
-        self._advance(len(out))
-
-    def _count(self, nbytes: int) -> None:
-        with self._lock:
-            self.bytes_read += nbytes
+    read: list[int] = []
+    if window.wants:
+        jobs = (blocks.shared(job, read.append) for _, job in state.jobs(window.wants, window))
+        read_files(jobs, pool=pool, on_corrupt=state.corrupt_block, num_threads=1)
+    return sum(read)
 
 
 class _Target(NamedTuple):
@@ -248,7 +261,5 @@ def small_contents(state: StoredState, tensors: Sequence[ExportTensor]) -> list[
     out = np.empty(starts[-1], np.uint8)
     if segments:
         with pipeline_pool() as pool:
-            ElementSource(state, segments, EdgeBlocks(state.manifest.body.num_files), pool, lambda _: None).read_into(
-                0, out
-            )
+            read_window(state, [(segments, 0, out)], EdgeBlocks(state.manifest.body.num_files), pool)
     return [out[start : start + tensor.nbytes].tobytes() for tensor, start in zip(tensors, starts, strict=False)]

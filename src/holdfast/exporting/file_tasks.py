@@ -11,33 +11,23 @@ file only while the mark of its call is there.
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Lock
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import numpy as np
-import xxhash
-from isal import isal_zlib
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
-from holdfast.exporting.checksums import joined_checksum
 from holdfast.exporting.edge_blocks import EdgeBlocks
-from holdfast.exporting.element_source import ElementSource, TensorSegment, segments_between
+from holdfast.exporting.file_writes import in_windows, stored_digest, window_nbytes, write_by_windows, write_together
 from holdfast.exporting.new_folder import NewFile
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.interop.stored_source import StoredSource, shared_store
 from holdfast.io.buffers import WindowPools, window_pools
 from holdfast.io.create_only import CreateOnlyWriter
-from holdfast.io.jobs import Extent
-from holdfast.io.reread import stored_digests
-from holdfast.io.sources import Source
-from holdfast.io.writer import write_file
 from holdfast.phases import LOG
-from holdfast.store.base import Bytes, FileWriter, Location, Store
+from holdfast.store.base import Location, Store
 
 S = TypeVar("S", bound="_Sized")
 
@@ -49,9 +39,7 @@ _RECORD_PREFIX: Final = "holdfast-export-"
 WINDOW_NBYTES: Final = 64 * BLOCK_NBYTES
 #: A task has one file, or small ones one after another of so many bytes: neighbours share stored blocks.
 _TASK_NBYTES: Final = 256 << 20
-#: Folders of more files have a record for so many bytes of them, and others one for each file: a record takes some
-#: milliseconds.
-_FEW_FILES: Final = 100
+#: A record has one file, or small ones one after another of so many bytes: a record takes some milliseconds.
 _RECORD_NBYTES: Final = 64 << 20
 
 
@@ -179,23 +167,20 @@ class FilesTask:
         """Write the files that are not there, and the records. Blocks until all is durable."""
         kept, damaged, nbytes, done, bytes_read = list[str](), list[str](), 0, 0, 0
         for group in self.groups:
-            digests: dict[str, str] = {}
-            sound = [file.name for file in group.files if self._is_sound(storage, file)]
-            if wrong := [file.name for file in group.files if file.name in self.present and file.name not in sound]:
+            sound = [file for file in group.files if self._is_sound(storage, file)]
+            new = [file for file in group.files if file not in sound]
+            if wrong := [file.name for file in new if file.name in self.present]:
                 damaged += wrong
                 continue
-            for file in group.files:
-                known = self.present.get(file.name)
-                if file.name in sound:
-                    kept.append(file.name)
-                    advance(file.data_nbytes)
-                else:
-                    known, num_read = self._write(storage, file, state, blocks, pools, advance)
-                    bytes_read += num_read
-                    nbytes += file.nbytes
-                if known is not None:
-                    digests[file.name] = known
-                done += file.data_nbytes
+            kept += [file.name for file in sound]
+            advance(sum(file.data_nbytes for file in sound))
+            digests = {file.name: known for file in sound if (known := self.present[file.name]) is not None}
+            for files in in_windows(new, pools.windows.buffer_nbytes):
+                written, num_read = self._write(storage, files, state, blocks, pools, advance)
+                digests |= written
+                bytes_read += num_read
+            nbytes += sum(file.nbytes for file in new)
+            done += sum(file.data_nbytes for file in group.files)
             if digests:
                 self._create_record(storage, group.number, digests)
         return WrittenFiles(tuple(kept), tuple(damaged), nbytes, bytes_read, done)
@@ -207,7 +192,7 @@ class FilesTask:
         expected = self.present[file.name]
         if expected is None:
             return True
-        is_sound = _stored_digest(storage, file) == expected
+        is_sound = stored_digest(storage, file) == expected
         if not is_sound:
             LOG.warning("%s is not as it was written: it is written again", storage.path(file.name))
         return is_sound
@@ -215,32 +200,34 @@ class FilesTask:
     def _write(
         self,
         storage: Store,
-        file: NewFile,
+        files: Sequence[NewFile],
         state: StoredState,
         blocks: EdgeBlocks,
         pools: WindowPools,
         advance: Callable[[int], None],
-    ) -> tuple[str, int]:
-        """Write one file. Returns its digest, and how many bytes were read."""
+    ) -> tuple[dict[str, str], int]:
+        """Write one file, or several that fit into one window. Returns their digests, and how many bytes were read."""
 
         def check() -> None:
             state.check_unchanged(all_files=False)
             self.call.check(storage)
 
+        def writer(file: NewFile) -> CreateOnlyWriter:
+            return writers.setdefault(file.name, CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check))
+
         check()
-        source: Source
-        source = elements = ElementSource(state, file.segments, blocks, pools.reads, advance)
-        writer: FileWriter
-        writer = created = CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check)
-        trailed: list[bytes] = []
-        if file.trailers:
-            source = checksummed = _ChecksummedSource(source, file)
-            writer = _TrailedWriter(writer, file, checksummed, trailed)
-        table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pools.windows)
-        digest = _file_digest(file.head, table, b"".join(trailed))
-        if (self.read_back or created.existed) and _stored_digest(storage, file) != digest:
-            raise _bad_write(storage.path(file.name))
-        return digest, elements.bytes_read
+        writers: dict[str, CreateOnlyWriter] = {}
+        if window_nbytes(files) <= pools.windows.buffer_nbytes:
+            digests, num_read = write_together(files, writer, state, blocks, pools, advance)
+        else:
+            (file,) = files
+            digest, num_read = write_by_windows(file, writer(file), state, blocks, pools, advance)
+            digests = {file.name: digest}
+        for file in files:
+            reread = self.read_back or writers[file.name].existed
+            if reread and stored_digest(storage, file) != digests[file.name]:
+                raise _bad_write(storage.path(file.name))
+        return digests, num_read
 
     def _create_record(self, storage: Store, number: int, digests: dict[str, str]) -> None:
         name = self.call.record(number)
@@ -257,8 +244,7 @@ def is_files_record(name: str) -> bool:
 
 def file_groups(files: Sequence[NewFile]) -> list[FileGroup]:
     """The files with one record each. They follow from the plan alone, so that a later call has the same ones."""
-    most = 0 if len(files) <= _FEW_FILES else _RECORD_NBYTES
-    return [FileGroup(number, group) for number, group in enumerate(_joined(files, most))]
+    return [FileGroup(number, group) for number, group in enumerate(_joined(files, _RECORD_NBYTES))]
 
 
 def task_groups(groups: Sequence[FileGroup]) -> Iterator[tuple[FileGroup, ...]]:
@@ -292,83 +278,3 @@ def _bad_write(path: str) -> CorruptError:
         action="Check the disk and the memory of this machine, and repeat the call.",
         path=path,
     )
-
-
-def _blanks(file: NewFile) -> list[Extent]:
-    """The bytes of trailers, which stand as zeros in the data that is written first."""
-    return [Extent(each.start, each.start + len(each.make([0] * len(each.of)))) for each in file.trailers]
-
-
-def _file_digest(head: bytes, table: bytes, trailers: bytes) -> str:
-    """The digest of a file: of its head, of the digest table of its data, and of the trailers, zeros in the table."""
-    return xxhash.xxh3_128_hexdigest(head + table + trailers)
-
-
-def _stored_digest(storage: Store, file: NewFile) -> str:
-    start = len(file.head)
-    head = storage.read(file.name, start=0, nbytes=start)
-    table, trailers = stored_digests(
-        storage, file.name, data_start=start, data_nbytes=file.data_nbytes, blanks=_blanks(file)
-    )
-    return _file_digest(head, table, trailers)
-
-
-class _ChecksummedSource:
-    """The data of a file, and the CRC-32 of each tensor segment that has passed."""
-
-    def __init__(self, source: Source, file: NewFile) -> None:
-        self._source = source
-        self._segments = file.segments
-        #: By the start of a segment: the checksums of its pieces, each with the piece's place and size.
-        self._pieces: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
-        self._lock = Lock()
-        self.nbytes = source.nbytes
-
-    def read_into(self, start: int, out: Bytes) -> None:
-        """As `Source.read_into`."""
-        self._source.read_into(start, out)
-        for segment in segments_between(self._segments, start, start + len(out)):
-            if isinstance(segment, TensorSegment):
-                low, high = max(start, segment.start), min(start + len(out), segment.start + segment.nbytes)
-                checksum = isal_zlib.crc32(out[low - start : high - start].data)
-                with self._lock:
-                    self._pieces[segment.start].append((low, high - low, checksum))
-
-    def checksum(self, segment: int) -> int:
-        """The CRC-32 of the segment that begins at `segment`, after all of it has passed; 0 for one without bytes."""
-        checksum = 0
-        for _, nbytes, piece in sorted(self._pieces[segment]):
-            checksum = joined_checksum(checksum, piece, nbytes)
-        return checksum
-
-
-class _TrailedWriter:
-    """A writer that puts the trailers into a file before it publishes it."""
-
-    def __init__(self, writer: FileWriter, file: NewFile, source: _ChecksummedSource, trailed: list[bytes]) -> None:
-        """`trailed` gets the bytes of the trailers."""
-        self._writer = writer
-        self._file = file
-        self._source = source
-        self._trailed = trailed
-
-    @property
-    def alignment(self) -> int:
-        """As `FileWriter.alignment`."""
-        return self._writer.alignment
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileWriter.write_at`."""
-        self._writer.write_at(offset, data)
-
-    def publish(self, nbytes: int) -> None:
-        """As `FileWriter.publish`."""
-        for trailer in self._file.trailers:
-            made = trailer.make([self._source.checksum(of) for of in trailer.of])
-            self._writer.write_at(len(self._file.head) + trailer.start, np.frombuffer(made, np.uint8))
-            self._trailed.append(made)
-        self._writer.publish(nbytes)
-
-    def abort(self) -> None:
-        """As `FileWriter.abort`."""
-        self._writer.abort()

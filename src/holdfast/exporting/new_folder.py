@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import xxhash
 
 from holdfast.exporting.element_source import GivenSegment, Segment
+from holdfast.format.container import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,17 @@ class NewFile:
     def nbytes(self) -> int:
         """Size of the file."""
         return len(self.head) + self.data_nbytes
+
+    @property
+    def aligned_nbytes(self) -> int:
+        """Size of the whole pages that the file fills."""
+        return self.nbytes + -self.nbytes % ALIGNMENT
+
+    def trailed(self, checksum: Callable[[int], int]) -> Iterator[tuple[int, bytes]]:
+        """The bytes of each trailer, with their place in the data; `checksum` gives the CRC-32 of the segment at a
+        place."""
+        for trailer in self.trailers:
+            yield trailer.start, trailer.make(list(map(checksum, trailer.of)))
 
 
 @dataclass(frozen=True)
