@@ -45,7 +45,7 @@ class Driver:
         self.trigger.hear(SaveBegun(step, "node memory", is_first_rank=True, memory_only=memory_only))
         self.now_s += blocked_s
         self.trigger.hear(SaveReturned(step, blocked_s))
-        self.trigger.saved(self.now_s, memory_only=memory_only)
+        self.trigger.saved(self.now_s, begun_s=self.now_s, memory_only=memory_only)
 
     def end(self, event: SaveEvent) -> None:
         self.trigger.hear(event)
@@ -130,7 +130,7 @@ class TestMemory:
 
     def test_a_skipped_one_is_tried_again_later(self, driver: Driver) -> None:
         driver.steps(16)
-        driver.trigger.saved(driver.now_s, memory_only=True)
+        driver.trigger.saved(driver.now_s, begun_s=driver.now_s, memory_only=True)
         assert driver.steps(15) == []
         assert driver.steps(1) == ["Auto measures a save to memory"]
 

@@ -44,6 +44,22 @@ def state() -> dict[str, object]:
     return {"w": torch.zeros(100), "progress": {"samples": 0}}
 
 
+class Asking:
+    """A part of a state that asks for a save, once, while another one is under way."""
+
+    def __init__(self) -> None:
+        self.ask: Callable[[], None] | None = None
+
+    def state_dict(self) -> dict[str, object]:
+        ask, self.ask = self.ask, None
+        if ask is not None:
+            ask()
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Nothing to load."""
+
+
 def wait_for(note: Callable[[], object], *, timeout_s: float = 20.0) -> None:
     """Wait until `note` returns something."""
     end_s = time.monotonic() + timeout_s
@@ -368,6 +384,33 @@ class TestRequests:
             wait_for(lambda: not file.exists())
             assert checkpointer.step(next(numbers)) is None
         assert len(committed(run)) == 1
+
+    @pytest.mark.parametrize("how", ["signal", "run", "file", "file again"])
+    def test_a_request_that_comes_while_a_save_is_under_way_is_not_lost(
+        self, run: str, state: dict[str, object], tmp_path: Path, how: str
+    ) -> None:
+        """That save may hold the state before the request. It granted the request nevertheless."""
+        file, state["asking"] = tmp_path / "save-now", (asking := Asking())
+
+        def ask() -> None:
+            if how == "signal":
+                os.kill(os.getpid(), signal.SIGUSR1)
+            elif how == "run":
+                holdfast.request_save(run)
+            else:
+                file.touch()
+            time.sleep(0.1)  # the first rank sees the request
+
+        policy, saved = OnRequest(signum=signal.SIGUSR1, file=file, poll_s=0.02) | EverySteps(4), []
+        with Checkpointer(run, state, memory=None, save=policy) as checkpointer:
+            for step in range(10):
+                if step == 6:
+                    asking.ask = ask
+                    if how == "file again":
+                        ask()
+                if checkpointer.step(step) is not None:
+                    saved.append(step)
+        assert saved == ([4, 6, 7, 8] if how == "file again" else [4, 8, 9])
 
     def test_a_request_outlives_a_job_that_does_not_serve_it(self, run: str, state: dict[str, object]) -> None:
         holdfast.save(run, state, 0)

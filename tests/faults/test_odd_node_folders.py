@@ -21,7 +21,7 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.node_memory import keeper_starts
 from holdfast.node_memory.inventory import LOG_NAME
 from holdfast.node_memory.keeper_lock import is_kept, try_lock
-from holdfast.node_memory.keeper_starts import MAX_STARTS, Starts, starts
+from holdfast.node_memory.keeper_starts import MAX_STARTS, Starts, note_start, starts
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotState, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of
@@ -252,6 +252,20 @@ def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: 
                 os.kill(keeper_of(folder.path), signal.SIGKILL)
                 until(lambda: not is_kept(folder))
     assert holdfast.open(run).step == MAX_STARTS + 1
+
+
+def test_starts_are_forgotten_in_time_although_the_clock_was_set_back(
+    run: str, node_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They counted until the clock had caught up: saves went to storage for so long."""
+    with folder_of(run, node_dir) as folder:
+        with monkeypatch.context() as ahead:
+            ahead.setattr(time, "time", lambda: 4e9)
+            note_start(folder)
+        assert starts(folder).number == 1
+        monkeypatch.setattr(keeper_starts, "FORGOTTEN_S", 0.05)
+        time.sleep(0.1)
+        assert starts(folder).number == 0
 
 
 def test_a_folder_that_is_not_private_costs_what_is_in_it_and_a_restore_goes_to_storage(

@@ -54,18 +54,18 @@ class TestEveryTime:
         trigger = TimeTrigger(EveryTime(60), now_s=100.0)
         assert trigger.wish(None, 159.0) is None
         assert trigger.wish(None, 160.0) == Wish("every 60 s")
-        trigger.saved(161.0, memory_only=False)
+        trigger.saved(161.0, begun_s=161.0, memory_only=False)
         assert trigger.wish(None, 220.0) is None
         assert trigger.wish(None, 221.0) is not None
 
     def test_saves_to_memory_alone_count_only_for_such_saves(self) -> None:
         durable, held = (TimeTrigger(EveryTime(60, memory_only=each), now_s=0.0) for each in (False, True))
         for trigger in (durable, held):
-            trigger.saved(30.0, memory_only=True)
+            trigger.saved(30.0, begun_s=30.0, memory_only=True)
         assert durable.wish(None, 60.0) == Wish("every 60 s")
         assert held.wish(None, 60.0) is None
         assert held.wish(None, 90.0) == Wish("every 60 s", memory_only=True)
-        held.saved(95.0, memory_only=False)
+        held.saved(95.0, begun_s=95.0, memory_only=False)
         assert held.wish(None, 150.0) is None
 
 

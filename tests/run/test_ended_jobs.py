@@ -40,3 +40,15 @@ def test_a_removed_checkpoint_changes_nothing(history: Run) -> None:
     save(history, Place(1, 2), 2)
     remove_checkpoint(history, first)
     assert ended_jobs(history, before=time.time() + 1).num_jobs == 1
+
+
+def test_a_clock_that_jumped_ahead_during_a_job_does_not_count_as_years_without_a_failure(
+    history: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Auto` took the run for one that hardly ever fails, and saved too seldom."""
+    begin(history)
+    now_s = time.time()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now_s + 1e8)
+        save(history, Place(1, 1), 1)
+    assert ended_jobs(history, before=now_s + 30).trained_s < 60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from holdfast.policy.keep import KeepBest, KeepEvery, KeepLast, KeepPolicy
 from holdfast.run import holds
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
-from holdfast.run.holds import create_lease
+from holdfast.run.holds import Holds, create_lease
 from holdfast.run.pins import pin_checkpoint
 from holdfast.run.retention import Retention, RetentionOutcome
 from holdfast.run.rollback import rollback
@@ -115,6 +117,14 @@ def test_pins_and_readers_keep_checkpoints_and_the_reasons_are_told() -> None:
     assert reasons[20][0].startswith("a reader uses it, until ")
     prune(run, KeepLast(1))
     assert steps(run) == [10, 20, 40]
+
+
+def test_a_reader_whose_clock_is_before_1970_has_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record was refused, and the thread that makes leases ended with a traceback."""
+    run = new_run(10, 20)
+    monkeypatch.setattr(time, "time", lambda: -2e9)
+    create_lease(run.storage, Place(1, 1), lasting_s=60.0)
+    assert [lease.place for lease in Holds.of(run.storage).leases] == [Place(1, 1)]
 
 
 def test_a_pin_that_comes_after_the_decision_counts_too() -> None:

@@ -208,14 +208,14 @@ class Checkpointer:
         heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
         machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by, memory_only=memory_only)
         with self._turn.taken("save"):
-            begun_s = time.perf_counter()
+            begun_s = time.monotonic()
             self._save(machine, metrics)
-            machine.give_back(time.perf_counter() - begun_s)
+            machine.give_back(time.monotonic() - begun_s)
             if not handle.skipped:
                 self._handles.append(handle)
             # A skipped save to memory alone is not tried again at once: there will be a next one.
             if self._loop is not None and (memory_only or not handle.skipped):
-                self._loop.saved(memory_only=memory_only)
+                self._loop.saved(begun_s, memory_only=memory_only)
             return handle
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:

@@ -102,7 +102,7 @@ class AutoTrigger:
             return Wish("Auto measures a save to memory", memory_only=True)
         return None
 
-    def saved(self, now_s: float, *, memory_only: bool) -> None:
+    def saved(self, now_s: float, *, begun_s: float, memory_only: bool) -> None:
         """As `Trigger.saved`."""
         self._last_any_s = now_s
         if not memory_only:

@@ -224,13 +224,14 @@ class Loop:
             )
         return self._next
 
-    def saved(self, *, memory_only: bool) -> None:
-        """A save has begun: it grants the wishes of this rank; one to memory alone those for such a save."""
+    def saved(self, begun_s: float, *, memory_only: bool) -> None:
+        """A save has begun at the time `begun_s` (of `time.monotonic`): it grants the wishes that this rank had then;
+        one to memory alone those for such a save."""
         if self._wish is not None and (self._wish.memory_only or not memory_only):
             self._wish = None
         now_s = time.monotonic()
         for trigger in self._triggers:
-            trigger.saved(now_s, memory_only=memory_only)
+            trigger.saved(now_s, begun_s=begun_s, memory_only=memory_only)
 
     def hear(self, event: SaveEvent) -> None:
         """Hear an event of a save. Any thread may call this."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.checkpointer.rounds import Rounds
 from holdfast.checkpointer.signals import SignalNote
@@ -40,14 +41,14 @@ class RequestTrigger:
         reason = None if self._inbox is None else self._inbox.reason
         return None if reason is None else Wish(reason)
 
-    def saved(self, now_s: float, *, memory_only: bool) -> None:
+    def saved(self, now_s: float, *, begun_s: float, memory_only: bool) -> None:
         """As `Trigger.saved`."""
         if memory_only:
             return
         if self._signal is not None:
-            self._signal.forget()
+            self._signal.forget(begun_s)
         if self._inbox is not None:
-            self._inbox.grant()
+            self._inbox.grant(begun_s)
 
     def close(self) -> None:
         """Stop observing."""
@@ -67,14 +68,23 @@ class Inbox:
         """The reason for a save, which names the asker; None if nobody asks."""
         return self._mail.reason
 
-    def grant(self) -> None:
-        """A save has begun: the requests that were seen before are granted."""
-        if self._mail.grant():
+    def grant(self, begun_s: float) -> None:
+        """A save has begun at the time `begun_s`: the requests that were seen before are granted."""
+        if self._mail.grant(begun_s):
             self._rounds.hurry()
 
     def close(self) -> None:
         """Delete what was granted, and stop looking."""
         self._rounds.close()
+
+
+class _Seen(NamedTuple):
+    """A request that was seen: who asks, the time (of `time.monotonic`) after it was first seen, and for a file when it
+    was last touched, in nanoseconds."""
+
+    who: str
+    seen_s: float
+    touched_ns: int = 0
 
 
 class _Mail:
@@ -87,19 +97,19 @@ class _Mail:
         self._poll_s = poll_s
         #: The kinds of trouble that a warning has told.
         self._told = set[str]()
-        #: Who asks for a save, by the name of the request. Each change makes a new dict.
-        self._seen: dict[str, str] = {}
+        #: The requests by name. Each change makes a new dict.
+        self._seen: dict[str, _Seen] = {}
         #: A dict for its order and its atomic changes of one key.
         self._granted: dict[str, None] = {}
 
     @property
     def reason(self) -> str | None:
-        waiting = [who for name, who in self._seen.items() if name not in self._granted]
+        waiting = [each.who for name, each in self._seen.items() if name not in self._granted]
         return f"requested by {waiting[0]}" if waiting else None
 
-    def grant(self) -> bool:
-        """Grant all requests that were seen. Returns whether there are any to delete."""
-        self._granted.update(dict.fromkeys(self._seen))
+    def grant(self, begun_s: float) -> bool:
+        """Grant all requests that were seen before the time `begun_s`. Returns whether there are any to delete."""
+        self._granted.update(dict.fromkeys(name for name, each in self._seen.items() if each.seen_s <= begun_s))
         return bool(self._granted)
 
     def look(self) -> float:
@@ -114,10 +124,23 @@ class _Mail:
 
     def _find(self) -> None:
         with TimedStore(open_store(self._run), timeout_s=_LOOK_S) as store:
-            seen = pending_requests(store)
-        if self._file is not None and self._file.exists():
-            seen[str(self._file)] = f"the file {self._file}"
-        self._seen = seen
+            asked = {name: (who, 0) for name, who in pending_requests(store).items()}
+        touched_ns = self._touched_ns()
+        if touched_ns is not None:
+            asked[str(self._file)] = f"the file {self._file}", touched_ns
+        now_s = time.monotonic()
+        found = {name: _Seen(who, now_s, touched_ns) for name, (who, touched_ns) in asked.items()}
+        known = {name: each for name, each in self._seen.items() if name in found}
+        self._seen = found | {name: each for name, each in known.items() if each.touched_ns == found[name].touched_ns}
+
+    def _touched_ns(self) -> int | None:
+        """When the file was last touched; None where there is none."""
+        if self._file is None:
+            return None
+        try:
+            return self._file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
 
     def _delete(self) -> None:
         granted = tuple(self._granted)
@@ -126,7 +149,9 @@ class _Mail:
         with TimedStore(open_store(self._run), timeout_s=_LOOK_S) as store:
             delete_requests(store, [name for name in granted if name != str(self._file)])
         if self._file is not None and str(self._file) in granted:
-            self._file.unlink(missing_ok=True)
+            seen = self._seen.get(str(self._file))
+            if seen is not None and seen.touched_ns == self._touched_ns():  # else somebody asks again
+                self._file.unlink(missing_ok=True)
         self._seen = {name: who for name, who in self._seen.items() if name not in granted}
         for name in granted:
             self._granted.pop(name, None)

@@ -41,6 +41,8 @@ class SignalNote:
         self.name = signal_name(signum)
         #: The time (of `time.monotonic`) at which the signal first came; None if it did not since `forget`.
         self.noted_s: float | None = None
+        #: The time at which it last came.
+        self.newest_s: float | None = None
         #: Until this is True, the signal does what it did before.
         self.is_armed = is_armed
         #: The time from which on the signal does again what it did before.
@@ -56,9 +58,11 @@ class SignalNote:
         """Whether another handler was set since, which may not call this one."""
         return signal.getsignal(self._signum) is not self._handler
 
-    def forget(self) -> None:
-        """Wait for the next signal."""
-        self.noted_s = None
+    def forget(self, before_s: float) -> None:
+        """Forget the signals that came before the time `before_s`."""
+        self.noted_s = None  # a signal that comes from here on is noted by its handler
+        if self.newest_s is not None and self.newest_s > before_s:
+            self.noted_s = self.newest_s
 
     def remove(self, *, ignores_s: float = 0.0) -> None:
         """Bring back the handler that was there before. If another one was set since, that one stays, and finds the
@@ -118,8 +122,9 @@ def _handler(
         alive = note()
         is_wanted = alive is not None and alive in _notes and alive.is_armed and time.monotonic() < alive.until_s
         is_first = alive is not None and alive.noted_s is None
-        if alive is not None and is_wanted and is_first:
-            alive.noted_s = time.monotonic()
+        if alive is not None and is_wanted:
+            alive.newest_s = time.monotonic()
+            alive.noted_s = alive.newest_s if is_first else alive.noted_s
         if before is signal.default_int_handler and is_wanted and is_first:
             return  # Python's own handler of Ctrl-C would end the loop in the middle of a step
         if callable(before):

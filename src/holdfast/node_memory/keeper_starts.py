@@ -4,7 +4,8 @@ durable.
 A trainer starts a keeper where there is none. If each keeper dies soon after its start (a defect, say, or a machine
 that has no memory for it), trainers must not start keepers for ever. So each keeper counts its start in a file of the
 folder, and removes that file once a checkpoint is durable, or when the keeper ends in order. Trainers pause before a
-start, longer each time, and after `MAX_STARTS` they take it that no keeper starts. `FORGOTTEN_S` later they try again.
+start, longer each time, and after `MAX_STARTS` they take it that no keeper starts. `FORGOTTEN_S` later, or after a
+boot, they try again. The time is that since the boot: somebody may set the wall clock back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from holdfast.errors import ConfigurationError
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, boot_id
 
 #: Number of starts in a row after which no more keeper is started.
 MAX_STARTS: Final = 5
@@ -39,10 +40,15 @@ class Starts(NamedTuple):
         return max(_FIRST_PAUSE_S * (1 << (self.number - 1)) - self.age_s, 0.0)
 
 
+def _since_boot_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def note_start(folder: NodeFolder) -> None:
     """Count the start of a keeper of `folder`. Only for that keeper."""
     with suppress(OSError):  # a folder that takes no file holds no snapshots that a keeper could care for
-        folder.write(_NAME, b"%d %.3f\n" % (starts(folder).number + 1, time.time()))
+        line = f"{starts(folder).number + 1} {_since_boot_s():.3f} {boot_id()}\n"
+        folder.write(_NAME, line.encode("ascii"))
 
 
 def clear_starts(folder: NodeFolder) -> None:
@@ -54,8 +60,10 @@ def starts(folder: NodeFolder) -> Starts:
     """The starts that the file of `folder` counts. None are counted where the file is damaged."""
     try:
         with os.fdopen(folder.open(_NAME), "rb") as file:
-            number, at_s = file.read(64).split()
-        age_s = max(time.time() - float(at_s), 0.0)
+            number, at_s, boot = file.read(128).split()
+        if boot.decode("ascii") != boot_id():
+            return Starts(0, 0.0)
+        age_s = max(_since_boot_s() - float(at_s), 0.0)
         return Starts(int(number), age_s) if age_s < FORGOTTEN_S else Starts(0, age_s)
     except (FileNotFoundError, ConfigurationError, ValueError):
         return Starts(0, 0.0)

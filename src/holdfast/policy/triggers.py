@@ -32,8 +32,9 @@ class Trigger(Protocol):
         """The wish for a save soon after the step that just ended; None if there is none. `now_s` is the time by a
         monotonic clock."""
 
-    def saved(self, now_s: float, *, memory_only: bool) -> None:
-        """A save has begun, for whatever reason, or, if it has `memory_only`, was skipped."""
+    def saved(self, now_s: float, *, begun_s: float, memory_only: bool) -> None:
+        """A save has begun at the time `begun_s`, for whatever reason, or, if it has `memory_only`, was skipped. It
+        grants wishes that came before."""
 
 
 class TimeTrigger:
@@ -48,7 +49,7 @@ class TimeTrigger:
         interval_s, memory_only = self._policy.seconds, self._policy.memory_only
         return Wish(f"every {interval_s:g} s", memory_only) if now_s - self._last_s >= interval_s else None
 
-    def saved(self, now_s: float, *, memory_only: bool) -> None:
+    def saved(self, now_s: float, *, begun_s: float, memory_only: bool) -> None:
         """As `Trigger.saved`."""
         if self._policy.memory_only or not memory_only:
             self._last_s = now_s
@@ -91,7 +92,7 @@ class MetricTrigger:
             return Wish(f"{name} {value:g} is the best so far")
         return None
 
-    def saved(self, now_s: float, *, memory_only: bool) -> None:
+    def saved(self, now_s: float, *, begun_s: float, memory_only: bool) -> None:
         """As `Trigger.saved`."""
 
     def _miss(self, metrics: Metrics | None) -> None:

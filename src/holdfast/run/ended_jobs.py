@@ -24,7 +24,7 @@ def ended_jobs(run: Run, *, before: float) -> EndedJobs:
     few small reads per epoch.
 
     A job that ended on purpose counts as well, since no record tells the difference. The time that a job trained is
-    that from its first save to its last.
+    that from its first save to its last, which cannot be after `before`, whatever a clock has said.
     """
     numbers = run.epochs()[:_NUM_EPOCHS]
     history = run.history()
@@ -37,5 +37,5 @@ def ended_jobs(run: Run, *, before: float) -> EndedJobs:
         newest = next(history.places_of(number), None)
         commit = None if newest is None else run.needed_commit(newest)
         if commit is not None and epoch.created > _SANE:
-            trained_s += max(commit.created - epoch.created, 0.0)
+            trained_s += max(min(commit.created, before) - epoch.created, 0.0)
     return EndedJobs(num_jobs, trained_s)

@@ -144,7 +144,7 @@ def await_removals(storage: Store, place: Place) -> None:
 def create_lease(storage: Store, place: Place, *, lasting_s: float) -> str:
     """Create the lease of a reader that lasts for `lasting_s`, and return its key. Raises `StorageError` where the
     reader may not write into the run."""
-    until_s = min(time.time() + lasting_s, float(records.LAST_S))
+    until_s = min(records.now() + lasting_s, float(records.LAST_S))
     lease = Lease(place=place, until=until_s, holder=holder())
     key = lease_key(lease, secrets.token_hex(8))
     storage.create(key, records.encode(lease))
