@@ -474,6 +474,8 @@ class Loading:
                 table.partly_kept(),
                 is_strict=options.strict,
                 ignores_unexpected=options.ignores_unexpected,
+                dropped=table.dropped,
+                recast=table.recast,
             ),
             device=options.device,
         )
