@@ -140,8 +140,8 @@ class Uncommitted:
         place = stored.manifest.place
         if place in self._known.removed:
             return self._removal_unfinished()
-        if isinstance(self._known.commits.get(place), HoldfastError) and self._sealed_at == place:
-            return None  # it was committed: the doctor reports the damaged record of its commit by itself
+        if isinstance(self._known.commits.get(place), HoldfastError):
+            return None  # it may be the one that was committed: the doctor reports the damaged record by itself
         if place in self._known.commits:
             text = f"Another checkpoint was committed at the place of '{self._path}', {place}. Open it by its own path."
             return FolderState("folder.superseded", text, "none")
