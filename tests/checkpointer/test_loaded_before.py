@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from logging import getLogger
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -152,3 +155,54 @@ def test_all_ranks_go_on_from_what_all_have_loaded(run: str, *, alone: bool) -> 
         holdfast.save(run, {"w": torch.full((5,), float(step)), "other": torch.zeros(3)}, step)
     expected = [10, 11, 9] if alone else [5, 6, 7, 8, 9, 10, 11, 4]
     assert run_ranks(2, partial(ranks_that_load, alone=alone), run) == [expected, expected]
+
+
+def goes_on_after(run: str, caplog: pytest.LogCaptureFixture, **options: Any) -> str:
+    """The warnings of a loop that goes on from a load of `run` with these options."""
+    start_new_job()
+    state = training()
+    with Checkpointer(run, state, memory=None, save=EverySteps(5)) as own:
+        holdfast.load(run, into=state, continues=True, **options)
+        caplog.clear()
+        assert next(own.steps(12)) == 10
+    return "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+
+
+def test_a_loop_that_resumed_only_a_part_of_its_state_says_which_entries_are_not_restored(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It went on with a fresh optimizer, and said only that it went on after step 9."""
+    train(run, training(), 10)
+    told = goes_on_after(run, caplog, select="model")
+    assert "goes on after step 9 at 1.2, but not all of the state is from there" in told
+    assert "the load has left out 'optimizer', 'scheduler' (select=" in told
+    assert "left out 'model', 'scheduler'" in goes_on_after(run, caplog, select=["model/weight", "optimizer"])
+    assert goes_on_after(run, caplog) == ""
+    assert goes_on_after(run, caplog, select=["model", "optimizer", "scheduler"]) == ""
+    assert goes_on_after(run, caplog, cast=True) == ""
+
+
+def test_a_loop_says_which_entries_the_checkpoint_of_a_lenient_load_lacks(
+    run: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = training()
+    del whole["scheduler"]
+    train(run, whole, 10)
+    assert "the load has left out 'scheduler' (select=" in goes_on_after(run, caplog, strict=False)
+
+
+def parts_that_ranks_load(run: str) -> str:
+    start_new_job()
+    state: dict[str, object] = {"w": torch.zeros(5), "other": torch.ones(3)}
+    with Checkpointer(run, state, memory=None, save=EverySteps(5)) as own:
+        holdfast.load(run, into=state, select="w", continues=True)
+        with patch.object(getLogger("holdfast.checkpointer.loaded_before"), "warning") as warned:
+            assert next(own.steps(12)) == 10
+    return str(warned.call_args)
+
+
+def test_the_first_rank_alone_says_what_is_not_restored(run: str) -> None:
+    holdfast.save(run, {"w": torch.zeros(5), "other": torch.zeros(3)}, 9)
+    first, second = run_ranks(2, parts_that_ranks_load, run)
+    assert "'other'" in first
+    assert second == "None"

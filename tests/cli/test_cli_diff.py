@@ -113,6 +113,15 @@ def test_values_that_differ_are_shown_side_by_side(tmp_path: Path) -> None:
     ]
 
 
+def test_a_key_has_one_kind_of_escapes(tmp_path: Path) -> None:
+    """A key such as "a/b\\n" was shown as a%2Fb\\n: a name and Python's text in one."""
+    for step, number in enumerate((1, 2)):
+        holdfast.save(tmp_path / "run", {"d": {"a/b\n": number, "same": {"x": 1} if step else 5}}, step)
+    done = holdfast_command("diff", f"{tmp_path}/run@step=0", f"{tmp_path}/run@step=1")
+    assert "d/a%2Fb%0A" in done.out
+    assert "\\n" not in done.out
+
+
 def test_the_order_of_keys_is_a_difference_and_their_number_is_told_by_the_names(tmp_path: Path) -> None:
     leaves: dict[str, Node] = {"d/a": Plain(1), "d/b": Plain(2)}
     root: dict[str, Node] = {"": TableNode("dict", ("d",))}

@@ -164,7 +164,18 @@ class TestPin:
 
     def test_a_run_stands_for_its_head(self, run: Path) -> None:
         found = holdfast_command("pin", run, "--json").json["checkpoints"]
-        assert found == [{"run": str(run), "place": "1.5", "step": 5, "pinned": True, "changed": True}]
+        assert found == [{"run": str(run), "place": "1.5", "step": 5, "by_run": True, "pinned": True, "changed": True}]
+
+    def test_a_pin_of_a_run_says_which_checkpoint_it_has_pinned_and_that_later_ones_are_not(self, run: Path) -> None:
+        later = "Later checkpoints of the run are not pinned with it; RUN@PLACE names another one."
+        assert holdfast_command("pin", run).lines == [f"{run}: step 5 at 1.5, the head now, is pinned", later]
+        lines = holdfast_command("pin", run, f"{run}@1.2").lines
+        assert lines == [
+            f"{run}: step 5 at 1.5, the head now, was pinned already",
+            f"{run}: step 2 at 1.2 is pinned",
+            later,
+        ]
+        assert holdfast_command("unpin", run).lines == [f"{run}: step 5 at 1.5, the head now, is not pinned any more"]
 
     def test_nothing_is_pinned_where_one_path_is_wrong(self, run: Path) -> None:
         done = holdfast_command("pin", f"{run}@1.2", f"{run}@1.9")

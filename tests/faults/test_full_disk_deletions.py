@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +25,7 @@ from holdfast.run import removal
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
 from holdfast.run.retention import Retention, RetentionOutcome, RetentionSurvey
+from holdfast.store.posix import PosixWriter
 from holdfast.store.urls import location_of, open_store
 from tests.store.test_posix_storage import mounted
 from tests.support import nursery
@@ -223,3 +226,31 @@ def test_all_ranks_save_again_when_the_first_one_has_made_room(disk: Path) -> No
     until(lambda: steps(run) == [6])
     assert loaded(run) == 6
     assert len(folder_names(run)) == 1
+
+
+def save_next(run: str, *, dies: bool) -> None:
+    """Go on from the head, and save a step; with `dies`, be killed when its data is written and has no name yet."""
+
+    def killed(_: PosixWriter, nbytes: int) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    state = {"w": torch.zeros(NUM_ELEMENTS)}
+    with Checkpointer(run, state, keep=KeepLast(1), memory=None, timeout_s=20) as checkpointer:
+        step = checkpointer.restore().next_step
+        state["w"] += 1
+        with patch.object(PosixWriter, "publish", killed) if dies else nullcontext():
+            checkpointer.save(step)
+
+
+def test_a_job_that_is_killed_in_every_save_saves_again_when_it_is_not(disk: Path, tmp_path: Path) -> None:
+    """What the killed saves had written stayed, and from the second one on the disk was full for good."""
+    run = str(disk / "run")
+    holdfast.save(run, state_of(1), 1)
+    for number in range(3):
+        process = nursery.start(partial(save_next, dies=True), run, err=tmp_path / f"err{number}")
+        assert process.wait() == -signal.SIGKILL, process.err
+        assert loaded(run) == 1
+    process = nursery.start(partial(save_next, dies=False), run, err=tmp_path / "err")
+    assert process.wait() == 0, process.err
+    assert (steps(run), loaded(run)) == ([2], 2)
+    assert examine(Run.open(open_store(location_of(run)))) == []

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.format.records import SEAL_NAME, Place
 from holdfast.policy.keep import KeepLast
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
@@ -21,6 +22,7 @@ from holdfast.run.leases import await_ended_reads
 from holdfast.run.retention import Retention
 from holdfast.store.urls import location_of, open_store
 from tests.support import nursery
+from tests.support.checkpoints import begin, names, publish_manifest, write_data
 from tests.support.faulty_storage import FaultyStore
 
 #: The changes of one deletion, in order. Before the first one, readers are asked to leave leases (the wish).
@@ -123,4 +125,20 @@ def test_after_a_death_at_a_point_all_visible_checkpoints_load_and_the_next_dele
     opened = Run.open(open_store(location_of(saved_run)))
     assert [each.step for each in holdfast.ls(saved_run)] == [3]
     assert len(opened.storage.list("checkpoints")) == 1
+    assert examine(opened) == []
+
+
+@pytest.mark.parametrize("point", ["after create seal 0", "after delete data 0", "before delete manifest 0"])
+def test_after_a_death_in_the_deletion_of_a_cut_off_save_the_next_one_ends_it(
+    saved_run: str, tmp_path: Path, point: str
+) -> None:
+    opened = Run.open(open_store(location_of(saved_run)))
+    folder = publish_manifest(opened, Place(1, 4), 4)
+    write_data(opened, folder, 0)
+    begin(opened, opened_from=Place(1, 3))
+    process = nursery.start(delete_and_die, saved_run, point, err=tmp_path / "err")
+    assert process.wait() == -signal.SIGKILL, process.err
+    delete(saved_run, Deletion())
+    assert names(opened, folder) == [SEAL_NAME]
+    assert [each.step for each in holdfast.ls(saved_run)] == [3]
     assert examine(opened) == []

@@ -34,9 +34,9 @@ class SharedMomentum(Optimizer):
             each.sub_(self.param_groups[0]["lr"] * part.view_as(each))
 
 
-def model(seed: int = 0) -> nn.ModuleDict:
-    torch.manual_seed(seed)
-    return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "abc"})
+def model(names: str = "abc") -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in names})
 
 
 def flat(state: dict[str, Any]) -> bytes:
@@ -47,7 +47,7 @@ def flat(state: dict[str, Any]) -> bytes:
 
 
 def state(kind: type[Optimizer], order: str = "abc", *, num_steps: int = 0) -> dict[str, Any]:
-    layers = model()
+    layers = model("".join(sorted({*"abc", *order})))
     build: Any = kind
     optimizer = build([layers[name].weight for name in order])
 
@@ -76,6 +76,30 @@ def test_flat_state_of_parameters_in_another_order_after_the_first_is_refused(
         holdfast.load(tmp_path / "run", into, strict=strict)
     assert [bits(each.detach()) for each in into["model"].parameters()] == before
     assert not into["optimizer"].state
+
+
+@pytest.mark.parametrize("kind", [LBFGS, SharedMomentum])
+@pytest.mark.parametrize(("saved", "live"), [("abc", "ab"), ("ab", "abc"), ("abc", "abz")])
+def test_flat_state_of_other_parameters_is_refused_in_a_lenient_load_too(
+    kind: type[Optimizer], saved: str, live: str, tmp_path: Path
+) -> None:
+    """Its next step failed: the sizes of its vectors did not fit."""
+    holdfast.save(tmp_path / "run", state(kind, saved, num_steps=2), 1)
+    into = state(kind, live)
+    text = rf"has {len(live)} parameters here, 2 of them among the {len(saved)} parameters that it had"
+    with pytest.raises(IncompatibleError, match=text) as caught:
+        holdfast.load(tmp_path / "run", into, strict=False)
+    assert caught.value.code == "incompatible.optimizer"
+    assert not into["optimizer"].state
+    holdfast.load(tmp_path / "run", into, strict=False, select="!optimizer")
+
+
+@pytest.mark.parametrize("kind", [LBFGS, SharedMomentum])
+def test_an_optimizer_of_other_parameters_that_had_no_flat_state_yet_loads(
+    kind: type[Optimizer], tmp_path: Path
+) -> None:
+    holdfast.save(tmp_path / "run", state(kind), 1)
+    holdfast.load(tmp_path / "run", state(kind, "ab"), strict=False)
 
 
 @pytest.mark.parametrize("kind", [LBFGS, SharedMomentum])

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 import holdfast
 from holdfast import IncompatibleError
 from holdfast.frameworks.first_steps import NeededSlots
-from holdfast.mapping import Drop
+from holdfast.mapping import Cast, Drop, Rename, Rule
 from tests.support.ranks import run_ranks
 
 State = dict[str, Any]
@@ -133,6 +133,68 @@ def test_nothing_is_known_about_steps_of_a_users_own() -> None:
     held = [(parameter, ["sum"])]
     known = {kind: NeededSlots(kind([parameter])).lacking({"params": []}, held) for kind in (OwnSteps, Adagrad)}
     assert known == {OwnSteps: [frozenset()], Adagrad: [{"step"}]}
+
+
+def test_a_rule_that_drops_a_part_of_the_slots_of_an_own_class_is_refused_unless_the_load_is_lenient(
+    tmp_path: Path,
+) -> None:
+    """Its next step raised a KeyError."""
+    holdfast.save(tmp_path / "run", trained(OwnSteps), 0)
+    into = trained(OwnSteps, seed=1, steps=0)
+    rules = [Drop("optimizer/state/**/step")]
+    with pytest.raises(IncompatibleError, match=r"a rule drops its slots step beside exp_avg, exp_avg_sq") as caught:
+        holdfast.load(tmp_path / "run", into, mapping=rules)
+    assert caught.value.code == "incompatible.needed_slots"
+    assert "pass strict=False" in caught.value.action
+    assert not into["optimizer"].state
+    holdfast.load(tmp_path / "run", into, mapping=[Drop("optimizer/state/**")])
+    step(into)
+    holdfast.load(tmp_path / "run", into, mapping=rules, strict=False)
+    assert [sorted(slots) for slots in into["optimizer"].state.values()] == [["exp_avg", "exp_avg_sq"]] * 2
+
+
+def test_dropped_slots_are_known_by_the_names_that_later_rules_give(tmp_path: Path) -> None:
+    saved = trained(OwnSteps)
+    holdfast.save(tmp_path / "run", {"net": saved["model"], "adam": saved["optimizer"]}, 0)
+    rules: list[Rule] = [Drop("adam/state/**/exp_avg"), Rename("net", "model"), Rename("adam", "optimizer")]
+    for into in (trained(OwnSteps, seed=1), trained(OwnSteps, seed=1, steps=0)):
+        with pytest.raises(IncompatibleError, match=r"a rule drops its slots exp_avg beside exp_avg_sq, step"):
+            holdfast.load(tmp_path / "run", into, mapping=rules)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(("kind", "options"), [(AdamW, {}), (AdamW, {"amsgrad": True}), (NAdam, {}), (Derived, {})])
+def test_slots_in_a_dtype_that_the_next_step_does_not_take_are_refused(
+    tmp_path: Path, kind: Callable[..., Optimizer], options: dict[str, Any], strict: bool
+) -> None:
+    holdfast.save(tmp_path / "run", trained(kind, **options), 0)
+    into = trained(kind, seed=1, steps=0, **options)
+    with pytest.raises(IncompatibleError, match="its next step fails, because a rule casts it, or some") as caught:
+        holdfast.load(tmp_path / "run", into, mapping=[Cast("optimizer/state/**", "float64")], strict=strict)
+    assert caught.value.code == "incompatible.slot_dtype"
+    assert not into["optimizer"].state
+
+
+def test_slots_in_another_dtype_are_taken_where_steps_take_them(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "sgd", trained(SGD, momentum=0.9), 0)
+    into = trained(SGD, seed=1, steps=0, momentum=0.9)
+    holdfast.load(tmp_path / "sgd", into, mapping=[Cast("optimizer/state/**", "float64")])
+    step(into)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_rule_casts_a_model_and_all_its_slots(tmp_path: Path, steps: int) -> None:
+    holdfast.save(tmp_path / "run", trained(AdamW), 0)
+    into = trained(AdamW, seed=1, steps=0)
+    into["model"].double()
+    for _ in range(steps):
+        step(into)
+    with pytest.raises(IncompatibleError, match=r"incompatible\.(slot_)?dtype"):
+        holdfast.load(tmp_path / "run", into, mapping=[Cast("model", "float64")])
+    holdfast.load(tmp_path / "run", into, mapping=[Cast("model", "float64"), Cast("optimizer/state/**", "float64")])
+    step(into)
+    holdfast.load(tmp_path / "run", into, cast=True)
+    step(into)
 
 
 def drop_in_flat_memory(run: str) -> str:

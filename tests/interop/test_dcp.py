@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from tests.interop.changed_bytes import changed_bytes, read_or_refused
+from tests.interop.changed_bytes import SOUND, changed_bytes, outcome
 from tests.support.bound import bits
 from tests.support.ranks import run_ranks
 
@@ -368,4 +368,4 @@ def test_an_archive_whose_entries_begin_before_it_is_refused(folder: Path) -> No
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(folder: Path, data: st.DataObject) -> None:
     with changed_bytes(folder / data.draw(st.sampled_from([".metadata", "__0_0.distcp"])), data):
-        read_or_refused(folder)
+        assert outcome(folder) in SOUND

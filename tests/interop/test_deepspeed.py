@@ -31,7 +31,7 @@ from holdfast.interop.deepspeed_states import optim_states
 from holdfast.interop.pickle_machine import PickleError
 from holdfast.interop.torch_globals import PickledTensor, StorageRef
 from holdfast.mapping import Drop, Rename, Rule
-from tests.interop.changed_bytes import changed_bytes, read_or_refused
+from tests.interop.changed_bytes import SOUND, changed_bytes, outcome
 from tests.interop.deepspeed_model import GROUPS, TiedNet, grouped
 from tests.support.ranks import run_ranks
 
@@ -428,5 +428,5 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 def test_changed_bytes_raise_no_error_but_ours(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     folder = unpacked("zero3-on-2", tmp_path_factory.mktemp("changed"))
     with changed_bytes(data.draw(st.sampled_from(sorted((folder / "global_step4").iterdir()))), data):
-        read_or_refused(folder)
+        assert outcome(folder) in SOUND
     shutil.rmtree(folder)

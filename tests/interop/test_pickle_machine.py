@@ -150,12 +150,19 @@ def test_a_pickle_that_doubles_itself_costs_no_time_or_memory() -> None:
     assert time.monotonic() - start < 1
 
 
+def outcome(data: bytes) -> str:
+    """What comes of the bytes of a pickle of an archive."""
+    try:
+        unpickled(data, ARCHIVE_GLOBALS, persistent=lambda identity: PickledObject("storage", (identity,)))
+    except PickleError:
+        return "malformed"
+    return "read"
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused_as_malformed(data: bytes) -> None:
-    with suppress(PickleError):
-        unpickled(data, ARCHIVE_GLOBALS)
-    with suppress(PickleError):
-        unpickled(b"\x80\x04" + data + b".", ARCHIVE_GLOBALS)
+    assert outcome(data) in ("read", "malformed")
+    assert outcome(b"\x80\x04" + data + b".") in ("read", "malformed")
 
 
 @given(st.data())
@@ -165,8 +172,7 @@ def test_a_changed_pickle_of_a_tensor_is_read_or_refused(data: st.DataObject) ->
     start = file.getvalue().index(b"\x80\x02")
     changed = bytearray(file.getvalue()[start : start + 154])
     changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    with suppress(PickleError):
-        unpickled(bytes(changed), ARCHIVE_GLOBALS, persistent=lambda identity: PickledObject("storage", (identity,)))
+    assert outcome(bytes(changed)) in ("read", "malformed")
 
 
 def test_a_forbidden_global_is_named_and_every_instruction_of_a_data_pickle_is_known() -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
 from holdfast.errors import HoldfastError
-from tests.interop.changed_bytes import changed_bytes, read_or_refused
+from tests.interop.changed_bytes import SOUND, changed_bytes, outcome
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
 from tests.support.bound import bits
@@ -200,7 +200,7 @@ def test_a_missing_a_cut_and_a_malformed_file_are_named(folder: Path, tmp_path: 
 @given(data=st.data())
 def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(folder: Path, data: st.DataObject) -> None:
     with changed_bytes(folder / data.draw(st.sampled_from(["metadata.pkl", "model_0.pt", "plain_0.pt"])), data):
-        read_or_refused(folder)
+        assert outcome(folder) in SOUND
 
 
 def test_metadata_that_does_not_fit_the_files_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from holdfast.mapping import Rename
 from holdfast.run.paths import parse
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
-from tests.interop.changed_bytes import changed_bytes, read_or_refused
+from tests.interop.changed_bytes import SOUND, changed_bytes, outcome
 from tests.interop.test_dcp import described, emptied, some_state
 from tests.interop.test_pickle_machine import ATTACKS
 from tests.interop.torch_archives import rewrite
@@ -597,4 +597,4 @@ def test_changed_bytes_are_refused_or_read_and_never_raise_another_error(file: P
     whole = file.read_bytes()
     pickled = whole.index(b"\x80\x02")
     with changed_bytes(file, data, spots=(range(pickled, pickled + 4096), range(len(whole) - 4096, len(whole)))):
-        read_or_refused(file)
+        assert outcome(file) in SOUND

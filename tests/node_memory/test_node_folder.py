@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigurationError, StorageError
-from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder, node_folders, turn_dir
 
 RUN = "/shared/runs/gpt"
 
@@ -42,6 +42,17 @@ def test_processes_of_one_run_find_one_folder_and_other_runs_others(folder: Node
         os.close(folder.create("slot"))
         assert same.names() == ["slot"]
         assert other.names() == []
+
+
+def test_jobs_that_save_in_turn_have_private_folders_of_their_own(tmp_path: Path) -> None:
+    assert turn_dir(tmp_path, 0) == tmp_path
+    path = turn_dir(tmp_path, 1)
+    assert (path.parent, stat.S_IMODE(path.stat().st_mode)) == (tmp_path, 0o700)
+    with NodeFolder(RUN, node_dir=tmp_path) as first, NodeFolder(RUN, node_dir=path) as second:
+        assert [found.path for found in node_folders(tmp_path)] == [first.path, second.path]
+    path.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="other users may access it"):
+        turn_dir(tmp_path, 1)
 
 
 def test_a_new_file_replaces_none(folder: NodeFolder) -> None:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
+from holdfast import Checkpointer
 from holdfast.cli.prove import _temporary_folder
 from holdfast.errors import ConfigurationError
 from holdfast.proving import proof
+from holdfast.proving.rehearsal import Rehearsal
 from tests.support.command_line import Done, holdfast_command
+from tests.support.models import start_new_job
 
 #: A script whose pieces the tests take away one by one.
 SCRIPT = """
@@ -148,6 +155,51 @@ def test_a_script_whose_attempt_saved_nothing_is_told_so(script: Path, monkeypat
     result = prove(script)
     assert result.status == 2
     assert "saved 0 steps, too few for 2 kills" in result.err
+
+
+def pasted(text: str) -> Done:
+    """What the command does that a line of `text` prints, or an advice in it names."""
+    (line,) = re.findall(r"holdfast prove .*?(?=\. Its output|\n|$)", text)
+    return holdfast_command(*shlex.split(line)[1:])
+
+
+def save_three_steps(script: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log: Path) -> None:
+    """An attempt of a script that saves three steps, unless it is killed before."""
+    start_new_job()
+    log.write_text(shlex.join(script))
+    state = {"w": torch.zeros(1)}
+    with Checkpointer(f"{rehearsal.folder}/run-0", state, memory=None) as checkpointer:
+        for step in range(checkpointer.restore().next_step, 3 if rehearsal.dies_after is None else 4):
+            if rehearsal.dies_after is not None and step > rehearsal.dies_after:
+                break
+            state["w"].fill_(step)
+            checkpointer.save(step)
+
+
+def test_an_advice_to_kill_less_often_works_when_it_is_pasted(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It named --kills, which belongs to the script where it stands behind it."""
+    monkeypatch.setattr(proof, "attempt", save_three_steps)
+    refused = prove("--kills", 3, "--seed", 5, script, "--kills", "an argument of the script")
+    assert refused.status == 2
+    assert "saved 3 steps, too few for 3 kills" in refused.err
+    done = pasted(refused.err.replace("\n", " "))
+    assert done.status == 0, done.err
+    assert "3 saved steps, killed after 0, 1: bit for bit the same state" in done.out
+    again = pasted(done.out)
+    assert again.out == done.out
+
+
+def test_a_script_that_saves_one_step_is_not_told_to_kill_it_less_often(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_one_step(arguments: Sequence[str], rehearsal: Rehearsal, *, num_ranks: int, log: Path) -> None:
+        holdfast.save(f"{rehearsal.folder}/run-0", {"w": 1}, 0)
+
+    monkeypatch.setattr(proof, "attempt", save_one_step)
+    refused = prove("--every", 2, script)
+    assert "saved 1 step, too few for 2 kills" in refused.err
+    assert "--kills" not in refused.err
+    assert "a smaller --every does" in refused.err
 
 
 @pytest.mark.slow

@@ -97,6 +97,18 @@ def test_a_damaged_commit_whose_checkpoint_is_damaged_too_stays_as_it_is(root: P
     assert (finding.code, finding.remedy) == ("record.damaged", "none")
 
 
+@pytest.mark.parametrize("seal", [b"damaged", None])
+def test_a_checkpoint_whose_commit_and_seal_are_damaged_is_listed_once(root: Path, seal: bytes | None) -> None:
+    """The doctor also said that another checkpoint was committed at its place."""
+    damage(root, HEAD, "emptied")
+    (path,) = (root / "checkpoints").glob("step-0000000003-*/seal.json")
+    path.unlink()
+    if seal is not None:
+        path.write_bytes(seal)
+    (finding,) = examine(opened(root))
+    assert (finding.code, finding.remedy) == ("record.damaged", "none")
+
+
 def test_the_doctor_makes_a_damaged_epoch_record_anew(root: Path) -> None:
     damage(root, records.epoch_key(1), "emptied")
     (finding,) = examine(opened(root))

@@ -238,7 +238,7 @@ def test_a_folder_that_a_reader_kept_is_deleted_when_he_has_ended() -> None:
     assert killed_at(run, KeepLast(1), 3), "the tombstone is there, and nothing else is changed"
     key = create_lease(run.storage, Place(1, 1), lasting_s=60.0)
     retention = Retention(KeepLast(1))
-    assert retention.half_removed(run) == [commit.checkpoint]
+    assert retention.remains(run, retention.survey(run)).half_removed == [commit.checkpoint]
     assert retention.apply(run, retention.survey(run)).finished == []
     assert len(names(run, commit.checkpoint)) == 4
     run.storage.delete(key)

@@ -46,5 +46,6 @@ def _is_keeper(process: Path, node_dir: Path) -> bool:
     """Whether a process in /proc is a keeper of that node."""
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
         arguments = (process / "cmdline").read_text(errors="replace").split("\0")
-        return str(node_dir) in arguments and not {"holdfast.keeper", "keeper"}.isdisjoint(arguments)
+        is_of_node = any(each == str(node_dir) or each.startswith(f"{node_dir}/holdfast-") for each in arguments)
+        return is_of_node and not {"holdfast.keeper", "keeper"}.isdisjoint(arguments)
     return False

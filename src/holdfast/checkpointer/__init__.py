@@ -34,7 +34,7 @@ from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.loop_rules import suspect
-from holdfast.checkpointer.memory_option import Memory
+from holdfast.checkpointer.memory_option import Memory, own_node_dir
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
@@ -161,7 +161,7 @@ class Checkpointer:
         self._was_preempted, self._ignores_s = False, 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
         self._pruning = Pruning(keep, lambda: self._run)
-        self._own_resume = OwnResume(lambda: self._run, max_resumes)
+        self._own_resume = OwnResume(lambda: self._run, max_resumes, takeover)
         JOB.note_trained()
 
     @outer(CHECKPOINTER_SAVE)
@@ -291,7 +291,7 @@ class Checkpointer:
                 restored = restore(
                     self._run,
                     self._state,
-                    node_dir=None if self._memory is None else self._memory.node_dir,
+                    node_dir=None if self._memory is None else own_node_dir(self._memory, self._run, self._takeover),
                     select=self._select,
                     group=self._group,
                     verify=verify,
@@ -542,8 +542,8 @@ class Checkpointer:
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
         if self._tier is None and self._memory is not None:
-            node_dir, num_slots = self._memory.node_dir, self._memory.generations
-            self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=num_slots)
+            node_dir = own_node_dir(self._memory, self._run, self._takeover)
+            self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=self._memory.generations)
         return self._tier
 
     def _let_go(self, *, patience_s: float | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import msgspec
 from torch.distributed import ProcessGroup
@@ -13,6 +14,7 @@ from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
 from holdfast.phases import LOG, attempt
+from holdfast.run.paths import some_quoted
 from holdfast.run.session import JOB, Load
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
@@ -23,19 +25,23 @@ _log = logging.getLogger(__name__)
 
 
 class _LoopStart(msgspec.Struct, frozen=True):
-    """One rank's rules for a loop, and the step and place of the checkpoint that the rank has loaded for it."""
+    """One rank's rules for a loop, and the step and place of the checkpoint that the rank has loaded for it. `left` are
+    the keys of the entries of its state that the load did not restore whole."""
 
     rules: LoopRules
     step: int | None = None
     place: str | None = None
+    left: tuple[str, ...] = ()
 
 
 class _AgreedStart(msgspec.Struct, frozen=True):
-    """The checkpoint that all ranks have loaded; None if there is none. `is_mixed`: some have loaded another one."""
+    """The checkpoint that all ranks have loaded; None if there is none. `is_mixed`: some have loaded another one.
+    `left` are the keys of the entries that the load of any rank did not restore whole."""
 
     step: int | None = None
     place: str | None = None
     is_mixed: bool = False
+    left: tuple[str, ...] = ()
 
 
 def loaded_before(
@@ -60,7 +66,7 @@ def loaded_before(
                     load.place,
                 )
             return _LoopStart(rules)
-        return _LoopStart(rules, load.step, str(load.place))
+        return _LoopStart(rules, load.step, str(load.place), load.left)
 
     agreed = channel.exchange("resume", attempt(start), _agreed, deadline, takes=_LoopStart, gives=_AgreedStart)
     if channel.rank == 0 and agreed.is_mixed:
@@ -69,6 +75,14 @@ def loaded_before(
         return None
     if channel.rank == 0:
         LOG.info("the loop goes on after step %d at %s, which this job has loaded", agreed.step, agreed.place)
+        if agreed.left:
+            _log.warning(
+                "the loop goes on after step %d at %s, but not all of the state is from there: the load has left out "
+                "%s (select=, strict=False), or a part of each. If that is not meant, load them too",
+                agreed.step,
+                agreed.place,
+                some_quoted(list(agreed.left)),
+            )
     return RestoreReport(agreed.step, agreed.place, "storage", None)
 
 
@@ -82,4 +96,6 @@ def _agreed(ranks: Sequence[_LoopStart]) -> _AgreedStart:
     first = ranks[0]
     if any((rank.step, rank.place) != (first.step, first.place) for rank in ranks):
         return _AgreedStart(is_mixed=True)
-    return _AgreedStart(first.step, first.place)
+    return _AgreedStart(
+        first.step, first.place, left=tuple(dict.fromkeys(chain.from_iterable(rank.left for rank in ranks)))
+    )

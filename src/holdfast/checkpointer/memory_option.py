@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.control.torch_store import global_rank
+from holdfast.errors import HoldfastError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
+from holdfast.node_memory.turns import dir_in_turn
 from holdfast.options import checked_number
+from holdfast.run.session import Takeover
+from holdfast.store.base import Location
 from holdfast.store.urls import absolute
 
 
@@ -30,3 +36,12 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+
+def own_node_dir(memory: Memory, run: Location, takeover: Takeover) -> Path:
+    """The folder in memory that a `Checkpointer` with these options uses. Jobs that save into `run` in turn live at the
+    same time, so on one node each has its own."""
+    if takeover == "always":
+        with suppress(HoldfastError, OSError):  # the first use of the folder says why
+            return dir_in_turn(memory.node_dir, run.url, rank=global_rank())
+    return memory.node_dir

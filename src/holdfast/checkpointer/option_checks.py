@@ -49,6 +49,8 @@ def check_options(
         checked_number("max_resumes", max_resumes, least=1, reason="no job could resume any checkpoint")
     if takeover != "always":
         check_flag("takeover", takeover)
+    elif max_resumes is not None:
+        raise ValueError("max_resumes counts no jobs of takeover='always': they resume one checkpoint at the same time")
     check_timeout(timeout_s)
     if save is not None and isinstance(keep, KeepPolicy) and global_rank() == 0:
         for warning in kept_by_chance(save, keep):

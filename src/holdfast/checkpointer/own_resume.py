@@ -9,6 +9,7 @@ from typing import Final
 from holdfast.checkpointer.events import SaveCommitted, SaveEvent
 from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from holdfast.run.resumes import ResumeLimit
+from holdfast.run.session import Takeover
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -22,16 +23,19 @@ class OwnResume:
 
     The record stays where the job dies, or an exception ends it: then it counts. A commit makes it void. A job that
     ends in an orderly way before its first commit deletes it.
+
+    With `takeover` "always" it has none: jobs with one live state resume one checkpoint at the same time, and live.
     """
 
-    def __init__(self, run: Callable[[], Location], max_resumes: int | None) -> None:
+    def __init__(self, run: Callable[[], Location], max_resumes: int | None, takeover: Takeover) -> None:
         self._run = run
         self._max = max_resumes
+        self._counts = takeover != "always"
         self._limit = ResumeLimit()
 
     def begin(self, *, is_chosen: bool) -> ResumeLimit:
         """A restore begins. A checkpoint that the user chose is resumed as often as he likes."""
-        self._limit = ResumeLimit(None if is_chosen else self._max, key=self._limit.key)
+        self._limit = ResumeLimit(None if is_chosen else self._max, key=self._limit.key, counts=self._counts)
         return self._limit
 
     def fail(self, error: HoldfastError) -> None:

@@ -5,6 +5,8 @@ that it hears of; and when a save finds no space. Its thread makes one small req
 (`holdfast.store.paced`), except for a save that waits for space. The process may die at whatever point: what it leaves
 is what `holdfast.run.removal` promises, and the first round of the next job goes on with it.
 
+A round also deletes what killed jobs have left of saves that never became a checkpoint.
+
 A round that leaves something that the policy does not keep is repeated, with growing pauses: one that failed, and while
 a save is under way, one that readers held up, or that came before this job had an epoch. So a save that waits for space
 goes on once it can be made.
@@ -100,7 +102,7 @@ class Pruning:
         #: Whether this job has begun to train, and whether a save has found no space since the last commit.
         self._has_begun = self._is_full = False
         self._has_committed = False
-        #: The number of checkpoints whose files this has deleted.
+        #: The number of checkpoints, and of saves that were cut off, whose files this has deleted.
         self.num_freed = 0
         #: The number of rounds in a row that deleted nothing while a save found no space.
         self._num_idle = 0
@@ -278,7 +280,7 @@ class Pruning:
             return not self._under_way
         before = self.num_freed
         done = retention.apply(run, survey, told=self._note_freed)
-        self.num_freed += len(done.finished)
+        self.num_freed += len(done.finished) + len(done.cut_off)
         self._tell(run, survey, done)
         # Without an epoch, this job does not hear of the commits of the one before it, which its first save may await.
         may_change = not is_own or survey.holds.leases or done.held
@@ -304,6 +306,9 @@ class Pruning:
             more = f" and {num_more} more" if num_more > 0 else ""
             what = count(len(done.deleted), "checkpoint")
             LOG.info("deleted %s of '%s': steps %s%s", what, run.storage.location, steps, more)
+        if done.cut_off:
+            what = count(len(done.cut_off), "save")
+            LOG.info("deleted the parts of %s of '%s' that earlier jobs had not ended", what, run.storage.location)
         num_left = len(survey.decision.kept) + len(done.held)
         why = "; readers use some" if survey.holds.leases or done.held else ""
         self._why = f"`keep` lets no other checkpoint be deleted ({num_left} left{why})."

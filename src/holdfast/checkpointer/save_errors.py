@@ -217,7 +217,10 @@ def interrupted(step: int) -> StorageError:
 
 def by_hand(run: str) -> str:
     """The next action of a user whose saves find no space in the run at the URL `run`."""
-    return f"Free space, raise the quota, or keep fewer checkpoints: holdfast prune '{run}' deletes them by a policy."
+    return (
+        f"Free space, raise the quota, or keep fewer checkpoints: holdfast prune '{run}' deletes them by a policy. "
+        f"holdfast doctor '{run}' lists saves that killed jobs have left."
+    )
 
 
 def unless_full(trouble: str, action: str) -> str:

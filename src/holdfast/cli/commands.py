@@ -41,6 +41,22 @@ def _seconds(value: float) -> float:
 EventsOption = Annotated[
     str, typer.Option("--events", metavar="FOLDER", help="The recorded events. Default: RUN.events, beside the run.")
 ]
+#: The costs of the tiers, which all have one form.
+DurableOption = Annotated[
+    str,
+    typer.Option(
+        "--durable",
+        metavar="TIER",
+        help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
+        "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
+    ),
+]
+PeersOption = Annotated[
+    str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
+]
+OwnMemoryOption = Annotated[
+    str, typer.Option("--memory", metavar="TIER", help="The memory of the own node, if saves go there.")
+]
 NamesOption = Annotated[
     str, typer.Option("--names", metavar="GLOB", help="Limit the command to names that match, such as 'model/*'.")
 ]
@@ -233,21 +249,9 @@ def advise(
         ),
     ] = "",
     events: EventsOption = "",
-    durable: Annotated[
-        str,
-        typer.Option(
-            "--durable",
-            metavar="TIER",
-            help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
-            "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
-        ),
-    ] = "",
-    peers: Annotated[
-        str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
-    ] = "",
-    memory: Annotated[
-        str, typer.Option("--memory", metavar="TIER", help="The memory of the own node, if saves go there.")
-    ] = "",
+    durable: DurableOption = "",
+    peers: PeersOption = "",
+    memory: OwnMemoryOption = "",
     mttf: Annotated[
         str, typer.Option("--mttf", metavar="TIME", help="Mean time to a failure of the whole job, such as 3h.")
     ] = "",

@@ -14,7 +14,7 @@ from rich.text import Text
 from holdfast.checkpoint.compare import Comparison, TensorDifference, TensorFacts, compare, pairs
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.cli.screen import Listing, console, counting, print_json, say, when
-from holdfast.cli.value_text import kind_of, natural, shortened, text_of
+from holdfast.cli.value_text import kind_of, natural, shortened, shown_name, text_of
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
 from holdfast.run.history import resolve
@@ -162,7 +162,7 @@ def _print_names(screen: Console, title: str, names: list[str]) -> None:
         return
     screen.print(f"\n{title}: {count(len(names), 'tensor')}", style="bold")
     for name in names[:_MAX_ROWS]:
-        say(screen, f"  {printable(name)}")
+        say(screen, f"  {shown_name(name)}")
     _print_rest(screen, len(names))
 
 
@@ -206,7 +206,7 @@ def _print_tensors(screen: Console, tensors: list[TensorDifference]) -> None:
         "tensor", *optional, "differing", "max |A-B|", right=("num", "differing", "max |A-B|"), spare=("num",)
     )
     for group, *cells in zip(shown, *optional.values(), strict=True):
-        made.add_row(printable(group.name), *cells, group.differing, group.largest)
+        made.add_row(shown_name(group.name), *cells, group.differing, group.largest)
     screen.print()
     screen.print(made)
     _print_rest(screen, len(groups))
@@ -235,7 +235,7 @@ def _print_values(screen: Console, found: Comparison) -> None:
     screen.print()
     made = Listing("value", "A", "B")
     for value in found.values[:_MAX_ROWS]:
-        made.add_row(printable(value.name), _cell(value.a, value.b), _cell(value.b, value.a))
+        made.add_row(shown_name(value.name), _cell(value.a, value.b), _cell(value.b, value.a))
     screen.print(made)
     _print_rest(screen, len(found.values))
 

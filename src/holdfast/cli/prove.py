@@ -17,7 +17,7 @@ from rich.text import Text
 
 from holdfast.checkpoint.compare import Comparison
 from holdfast.cli.screen import console, print_json, say
-from holdfast.cli.value_text import shortened, text_of
+from holdfast.cli.value_text import shortened, shown_name, text_of
 from holdfast.errors import ConfigurationError, printable
 from holdfast.format.names import own_part
 from holdfast.format.values import Node
@@ -164,7 +164,8 @@ def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
             how = f"the same state (within {atol:g}, on {script.other_ranks} ranks instead of {script.num_ranks})"
         what = f"{count(proof.num_steps, 'saved step')}, killed after {kills}: {how} as without the kills"
         say(screen, Text.assemble(("Proved: ", "bold green"), what + "."))
-    say(screen, f"--seed {script.seed} repeats these kills.", "dim")
+    say(screen, "This repeats these kills:", "dim")
+    screen.print(Text(f"  {printable(script.command)}", "dim"), soft_wrap=True)  # in one line, to be copied
 
 
 def _show_difference(screen: Console, difference: FirstDifference, between: str, script: Script) -> None:
@@ -179,11 +180,11 @@ def _show_difference(screen: Console, difference: FirstDifference, between: str,
     for tensor in found.tensors[:_MAX_NAMES]:
         most = "" if tensor.max_abs is None else f", by up to {tensor.max_abs:g}"
         many = "shape" if tensor.num_differing is None else f"{tensor.num_differing:,} of {tensor.a.numel:,} elements"
-        say(screen, f"  tensor {printable(tensor.name)}: {many}{most}")
+        say(screen, f"  tensor {shown_name(tensor.name)}: {many}{most}")
     for value in found.values[:_MAX_NAMES]:
-        say(screen, f"  value {printable(value.name)}: {_text(value.a)} and {_text(value.b)}")
+        say(screen, f"  value {shown_name(value.name)}: {_text(value.a)} and {_text(value.b)}")
     for name in (*found.only_a, *found.only_b)[:_MAX_NAMES]:
-        say(screen, f"  only one has {printable(name)}")
+        say(screen, f"  only one has {shown_name(name)}")
     kinds = found.tensors, found.values, (*found.only_a, *found.only_b)
     rest = sum(max(len(kind) - _MAX_NAMES, 0) for kind in kinds)
     if rest:

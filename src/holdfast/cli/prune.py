@@ -19,7 +19,7 @@ from holdfast.policy.keep import CheckpointFacts, KeepBest, KeepDecision, KeepEv
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
-from holdfast.run.retention import Retention, RetentionOutcome, RetentionSurvey
+from holdfast.run.retention import Remains, Retention, RetentionOutcome, RetentionSurvey
 from holdfast.wording import count
 
 _BEST_EXAMPLES: Final = "Write --keep-best loss, --keep-best loss:2, or --keep-best accuracy:2:max."
@@ -47,8 +47,9 @@ class PrunedRow(msgspec.Struct, frozen=True):
 class PruneDocument(msgspec.Struct, frozen=True):
     """The document that ``--json`` prints: what went (or would go, in a dry run) and what stays, newest first.
 
-    `finished` are the folders of older deletions that were interrupted and are finished now, or would be. `abandoned`
-    is the number of checkpoints off the lineage, which no policy deletes.
+    `finished` are the folders of older deletions that were interrupted and are finished now, or would be; `cut_off`
+    those of saves that killed jobs have left in parts, which go too. `abandoned` is the number of checkpoints off the
+    lineage, which no policy deletes.
     """
 
     run: str
@@ -58,6 +59,7 @@ class PruneDocument(msgspec.Struct, frozen=True):
     kept: list[PrunedRow]
     deleted_nbytes: int
     finished: list[str]
+    cut_off: list[str]
     abandoned: int
 
 
@@ -72,22 +74,22 @@ def prune(run: str, options: KeepOptions, *, dry_run: bool, yes: bool, as_json: 
     retention = Retention(policy)
     survey = retention.survey(found)
     _check_judged(survey.decision)
-    half_removed = retention.half_removed(found)
+    left = retention.remains(found, survey)
     if not as_json:
-        _show(found, survey, half_removed, is_sure=yes and not dry_run)
+        _show(found, survey, left, is_sure=yes and not dry_run)
     doomed = survey.decision.deleted
     if dry_run:
         if as_json:
-            print_json(_document(found, survey, doomed, half_removed, dry_run=True))
+            print_json(_document(found, survey, doomed, left, dry_run=True))
         return True
-    if not (doomed or half_removed):
+    if not (doomed or left.half_removed or left.cut_off):
         done = RetentionOutcome()
-    elif confirmed(_question(doomed, half_removed), yes=yes):
+    elif confirmed(_question(doomed, left), yes=yes):
         done = retention.apply(found, survey)
     else:
         return False
     if as_json:
-        print_json(_document(found, survey, done.deleted, done.finished, dry_run=False))
+        print_json(_document(found, survey, done.deleted, Remains(done.finished, done.cut_off), dry_run=False))
     else:
         _conclude(found, done)
     return not done.is_overtaken
@@ -139,13 +141,17 @@ def _check_judged(decision: KeepDecision) -> None:
             raise ConfigurationError(f"{problem.message}.", code="config.metric", action=action)
 
 
-def _question(doomed: Sequence[CheckpointFacts], half_removed: Sequence[str]) -> str:
-    if not doomed:
-        return f"Finish {count(len(half_removed), 'interrupted deletion')}? This cannot be undone."
-    return f"Delete {count(len(doomed), 'checkpoint')}? This cannot be undone."
+def _question(doomed: Sequence[CheckpointFacts], left: Remains) -> str:
+    if doomed:
+        what = f"Delete {count(len(doomed), 'checkpoint')}"
+    elif left.half_removed:
+        what = f"Finish {count(len(left.half_removed), 'interrupted deletion')}"
+    else:
+        what = f"Delete the parts of {count(len(left.cut_off), 'save')}"
+    return f"{what}? This cannot be undone."
 
 
-def _show(run: Run, survey: RetentionSurvey, half_removed: Sequence[str], *, is_sure: bool) -> None:
+def _show(run: Run, survey: RetentionSurvey, left: Remains, *, is_sure: bool) -> None:
     decision, screen, now = survey.decision, console(), time.time()
     name = printable(run.storage.location.url)
     goes = {facts.place for facts in decision.deleted}
@@ -161,12 +167,15 @@ def _show(run: Run, survey: RetentionSurvey, half_removed: Sequence[str], *, is_
         screen.print(table)
     for problem in decision.problems:
         say(screen, f"{printable(problem.message)}. {problem.action}")
-    if half_removed:
-        verb = "finishes" if is_sure else "would finish"
-        say(screen, f"{verb} {count(len(half_removed), 'deletion')} that {_were(half_removed)} interrupted")
+    if left.half_removed:
+        finishes, deletions = "finishes" if is_sure else "would finish", count(len(left.half_removed), "deletion")
+        say(screen, f"{finishes} {deletions} that {_were(left.half_removed)} interrupted")
+    if left.cut_off:
+        saves = count(len(left.cut_off), "save")
+        say(screen, f"{verb} the parts of {saves} that {_were(left.cut_off)} cut off before a newer job began")
     if survey.num_abandoned:
-        left = f"{count(survey.num_abandoned, 'abandoned checkpoint')} off the head's lineage"
-        say(screen, f"leaves {left} alone; holdfast rm deletes such checkpoints")
+        others = f"{count(survey.num_abandoned, 'abandoned checkpoint')} off the head's lineage"
+        say(screen, f"leaves {others} alone; holdfast rm deletes such checkpoints")
 
 
 def _were(items: Sequence[str]) -> str:
@@ -184,7 +193,7 @@ def _conclude(run: Run, done: RetentionOutcome) -> None:
 
 
 def _document(
-    run: Run, survey: RetentionSurvey, deleted: Sequence[CheckpointFacts], finished: Sequence[str], *, dry_run: bool
+    run: Run, survey: RetentionSurvey, deleted: Sequence[CheckpointFacts], left: Remains, *, dry_run: bool
 ) -> PruneDocument:
     gone = {facts.place for facts in deleted}
     kept = {each.facts.place: _row(each.facts, each.reasons) for each in survey.decision.kept}
@@ -198,7 +207,8 @@ def _document(
         deleted=[_row(facts, ()) for facts in sorted(deleted, key=lambda facts: facts.place, reverse=True)],
         kept=[rows[place] for place in sorted(rows, reverse=True)],
         deleted_nbytes=sum(facts.nbytes for facts in deleted),
-        finished=list(finished),
+        finished=left.half_removed,
+        cut_off=left.cut_off,
         abandoned=survey.num_abandoned,
     )
 

@@ -123,7 +123,7 @@ def _print_tree(screen: Console, tensors: list[ShownTensor]) -> None:
         "name", "num", "size", "dtype", "shape", "divided", right=("num", "size"), spare=("divided", "num", "dtype")
     )
     for line in lines(tensors):
-        label = Text("  " * line.depth + printable(line.label), style="" if line.tensor else "bold")
+        label = Text("  " * line.depth + value_text.shown_name(line.label), style="" if line.tensor else "bold")
         facts = _facts(line.tensor) if line.tensor else ()
         made.add_row(label, f"{line.num_tensors:,}", size(line.nbytes), *facts)
     screen.print(made)
@@ -132,7 +132,7 @@ def _print_tree(screen: Console, tensors: list[ShownTensor]) -> None:
 def _print_tensors(screen: Console, tensors: list[ShownTensor]) -> None:
     made = Listing("name", "size", "dtype", "shape", "divided", right=("size",), spare=("divided", "dtype"))
     for tensor in tensors:
-        made.add_row(printable(tensor.name), size(tensor.nbytes), *_facts(tensor))
+        made.add_row(value_text.shown_name(tensor.name), size(tensor.nbytes), *_facts(tensor))
     screen.print(made)
 
 
@@ -144,7 +144,7 @@ def _facts(tensor: ShownTensor) -> tuple[str, str, str]:
 def _print_rest(screen: Console, document: ShowDocument, checkpoint: Checkpoint, *, by_name: bool) -> None:
     """Print aliases, diverged tensors and values, and the options that show more."""
     for alias, name in document.aliases.items():
-        say(screen, f"{printable(alias)} is tied to {printable(name)}")
+        say(screen, f"{value_text.shown_name(alias)} is tied to {value_text.shown_name(name)}")
     if document.diverged:
         names = printable(some(list(document.diverged)))
         say(screen, f"copies differed between ranks at the save, and one copy was stored: {names}")
@@ -164,7 +164,7 @@ def _value_table(values: list[ShownValue]) -> Listing:
         if len(names) > _MAX_ALIKE:
             names = [f"{parent}* ({len(names):,} alike)"]
         for name in names:
-            made.add_row(printable(name), kind, value_text.shortened(text))
+            made.add_row(value_text.shown_name(name), kind, value_text.shortened(text))
     return made
 
 

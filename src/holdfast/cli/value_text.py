@@ -35,6 +35,14 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if at % 2 else part for at, part in enumerate(_DIGITS.split(name))]
 
 
+def shown_name(name: str) -> str:
+    """A name of a tensor or a value for a screen. Unprintable characters are escaped as names escape ``/ % @``: as
+    ``%`` and the hexadecimal digits of their bytes."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else "".join(f"%{byte:02X}" for byte in c.encode()) for c in name)
+
+
 def kind_of(node: Node) -> str:
     """The name of a value's Python type, in one word or two."""
     registration = value_codec.registration(node)
@@ -74,7 +82,7 @@ def text_of(node: Node) -> str:
     else:
         below = list(value_codec.children(node))
         text = count(len(below), "entry", "entries") + (
-            f": {', '.join(below)}" if below and not isinstance(bare, Items) else ""
+            f": {', '.join(map(shown_name, below))}" if below and not isinstance(bare, Items) else ""
         )
     return printable(text)
 

@@ -6,7 +6,8 @@ a save, and to a `BindingSource` in a load; ``holdfast.state`` implements both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -142,6 +143,10 @@ class BindingSource(Protocol):
     nodes: Mapping[str, Node]
     #: Whether both sides must have the same names and optimizer classes.
     is_strict: bool
+    #: By the name of a parameter's state, the slots that rules of a mapping have dropped from it, where others stay.
+    dropped: Mapping[str, Collection[str]]
+    #: The stored tensors to which rules of a mapping give another dtype.
+    recast: AbstractSet[str]
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """The entry for this live tensor object, with its canonical name in the checkpoint; None if it has none."""

@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -42,17 +42,27 @@ Slots = dict[object, object]
 def slots_after_a_step(optimizer: Optimizer, group: Mapping[str, Any], part: torch.Tensor) -> Slots:
     """The slots of one parameter after one step on the meta device. Where the step does not run there, those that it
     made before it failed, which are all for most optimizers."""
+    slots, error = _step(optimizer, group, part, {})
+    if error:  # a wrong prediction costs time at the first save, and nothing else
+        _log.debug("a step of %s does not run on the meta device: %s", type(optimizer).__name__, error)
+    return slots
+
+
+def _step(optimizer: Optimizer, group: Mapping[str, Any], part: torch.Tensor, slots: Slots) -> tuple[Slots, str]:
+    """Take a step of one parameter with these `slots` on the meta device. Returns the slots after it, and the error in
+    which it ended ("": in none)."""
     parameter = nn.Parameter(torch.empty(part.shape, dtype=part.dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     copy = object.__new__(type(optimizer))
     plain = {**group, "params": [parameter], **{key: _PLAIN_STEP[key] for key in _PLAIN_STEP.keys() & group.keys()}}
-    copy.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[plain])
+    state = defaultdict[object, Slots](dict, {parameter: slots})
+    copy.__dict__.update(optimizer.__dict__, state=state, param_groups=[plain])
     try:
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(copy)  # without the hooks, which are the user's
-    except Exception as error:  # noqa: BLE001 - a wrong prediction costs time at the first save, and nothing else
-        _log.debug("a step of %s does not run on the meta device: %s", type(optimizer).__name__, error)
-    return cast("Slots", copy.state[parameter])
+    except Exception as error:  # noqa: BLE001 - of any kind: the step is another library's
+        return state[parameter], str(error) or type(error).__name__
+    return state[parameter], ""
 
 
 def option_kinds(group: Mapping[str, object]) -> object:
@@ -80,6 +90,10 @@ def _steps_of(kind: type[Optimizer]) -> tuple[str, str] | None:
     return found if package == "torch" or found in _KNOWN else None
 
 
+def _cast(slot: object, dtype: torch.dtype | None) -> object:
+    return slot.to(dtype) if isinstance(slot, torch.Tensor) and dtype is not None else slot
+
+
 class NeededSlots:
     """The slots that the steps of one optimizer need of a parameter that has any. None are known for classes with steps
     of their own, which may do anything in one."""
@@ -88,6 +102,12 @@ class NeededSlots:
         self._optimizer = optimizer
         self._kind = _steps_of(type(optimizer))
         self._known: dict[object, frozenset[str]] = {}
+        self._refused: dict[object, str] = {}
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the slots that steps need are known."""
+        return self._kind is not None
 
     def lacking(
         self, group: Mapping[str, object], parameters: Sequence[tuple[torch.Tensor, Collection[str]]]
@@ -117,3 +137,17 @@ class NeededSlots:
             slots = slots_after_a_step(self._optimizer, group, part)
             self._known[key] = frozenset(map(component, slots))
         return self._known[key]
+
+    def refused(self, group: Mapping[str, object], parameter: torch.Tensor, dtypes: Mapping[str, torch.dtype]) -> str:
+        """The error in which a step in `group` ends that finds slots of a parameter in other `dtypes`, by component; ""
+        where it does not fail, or nothing is known about it."""
+        if not self.are_known or not dtypes:
+            return ""
+        key = option_kinds(group), parameter.dim(), parameter.dtype, tuple(sorted(dtypes.items(), key=str))
+        if key not in self._refused:
+            part = torch.empty((1,) * parameter.dim(), dtype=parameter.dtype, device="meta")
+            slots, error = _step(self._optimizer, group, part, {})
+            cast = {slot: _cast(kept, dtypes.get(component(slot))) for slot, kept in slots.items()}
+            # Where a step does not run here in any case, it tells nothing.
+            self._refused[key] = "" if error else _step(self._optimizer, group, part, cast)[1]
+        return self._refused[key]

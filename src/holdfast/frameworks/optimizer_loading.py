@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import compress, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -86,7 +86,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         for entry in fitting:
             _require_equal_copies(path, entry.name, saved, source)
     check_rates(path, served, source)
-    check_order(path, ordered, source)
+    check_order(path, optimizer, ordered, saved, source)
     if source.is_strict:
         check_lists(path, optimizer, served, source)
     shared = {parse_component(text): source.opaque(join(path, "shared", text)) for text in sorted(saved.shared)}
@@ -200,13 +200,40 @@ def _check_needed(
     saved: SavedOptimizer,
     source: BindingSource,
 ) -> None:
-    """Refuse parameters that have some of the slots that the next step needs, and lack others: the step would fail."""
+    """Refuse parameters that have some of the slots that the next step needs, and lack others, or get one in another
+    dtype than the step takes: it would fail."""
     held = [(entry.tensor, saved.slots[entry.name]) for entry in parameters]
     for entry, lacking in zip(parameters, needed.lacking(options, held), strict=True):
+        state, slots = join(path, "state", entry.name), saved.slots[entry.name]
+        has = ", ".join(sorted(slots)) or "none"
+        dropped = source.dropped.get(state, ()) if source.is_strict and not needed.are_known else ()
         if lacking:
-            has, lacks = ", ".join(sorted(saved.slots[entry.name])) or "none", ", ".join(sorted(lacking))
-            text = f"its steps need the slots {lacks} too, beside {has} in the checkpoint (after a mapping)"
-            source.refuse("incompatible.needed_slots", join(path, "state", entry.name), text)
+            text = f"its steps need the slots {_listed(lacking)} too, beside {has} in the checkpoint (after a mapping)"
+            source.refuse("incompatible.needed_slots", state, text)
+        elif slots and (lost := {*dropped} - slots):
+            text = f"a rule drops its slots {_listed(lost)} beside {has}, and its class has steps of its own"
+            source.refuse("incompatible.needed_slots", state, text)
+        elif source.recast and (why := needed.refused(options, entry.tensor, _recast(state, slots, entry, source))):
+            text = f"its next step fails, because a rule casts it, or some of its slots {has}: {why}"
+            source.refuse("incompatible.slot_dtype", state, text)
+
+
+def _recast(
+    state: str, slots: Collection[str], parameter: NamedTensor, source: BindingSource
+) -> dict[str, torch.dtype]:
+    """The dtypes of the slots of a parameter that are other ones than it has here, where a rule casts it or them."""
+    found = {}
+    for slot in slots:
+        name = join(state, slot)
+        kept = source.stored(name) if source.recast & {name, parameter.name} else None
+        dtype = None if kept is None or not kept.shape else getattr(torch, kept.dtype, None)
+        if dtype not in (None, parameter.tensor.dtype) and _cast(name, parameter, source) is None:
+            found[slot] = dtype
+    return found
+
+
+def _listed(slots: Iterable[str]) -> str:
+    return ", ".join(sorted(slots))
 
 
 class _SlotColumn(NamedTuple):

@@ -17,7 +17,9 @@ from holdfast.errors import IncompatibleError
 from holdfast.format.names import component, join
 from holdfast.format.values import Node, Open, Plain
 from holdfast.frameworks import BindingSource, NamedTensor, Sink
+from holdfast.frameworks.optimizer_groups import SavedOptimizer
 from holdfast.frameworks.optimizer_saving import Kept
+from holdfast.wording import count
 
 
 def describe_order(kept: Kept, optimizer: Optimizer, sink: Sink) -> None:
@@ -30,9 +32,14 @@ def describe_order(kept: Kept, optimizer: Optimizer, sink: Sink) -> None:
         sink.node(join(order, component(entry.name)), Plain(position))
 
 
-def check_order(path: str, found: Sequence[NamedTensor], source: BindingSource) -> None:
+def check_order(
+    path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: SavedOptimizer, source: BindingSource
+) -> None:
     """Raise `IncompatibleError`, code ``incompatible.optimizer``, where the live parameters `found` of the optimizer at
-    `path` stand in another order than the stored one. Older checkpoints, and most optimizers, have none."""
+    `path` stand in another order than the stored one. Older checkpoints, and most optimizers, have none. In a load that
+    is not strict, also where it has other parameters; a strict load tells all names that only one side has."""
+    if not source.is_strict:
+        _check_number(path, optimizer, found, saved, source)
     order = join(path, "order")
     if order not in source.nodes:
         return
@@ -52,6 +59,29 @@ def check_order(path: str, found: Sequence[NamedTensor], source: BindingSource) 
                 f'or leave it out, with select="!{path}".',
                 path=path,
             )
+
+
+def _check_number(
+    path: str, optimizer: Optimizer, found: Sequence[NamedTensor], saved: SavedOptimizer, source: BindingSource
+) -> None:
+    """Raise `IncompatibleError`, code ``incompatible.optimizer``, where the optimizer at `path` has other parameters
+    than the stored one, and a tensor of the stored state has the elements of all of them. `found` are the live
+    parameters that the checkpoint has."""
+    is_flat = isinstance(optimizer, torch.optim.LBFGS) or join(path, "order") in source.nodes
+    if not is_flat or not (saved.shared or any(saved.slots.values())):
+        return
+    names = {name for entry in found for name in (entry.name, *source.copies(entry.name))}
+    num_live, num_stored = sum(len(group["params"]) for group in optimizer.param_groups), len(saved.group_of)
+    if len(found) == num_live and names >= saved.group_of.keys():
+        return
+    raise IncompatibleError(
+        f"Optimizer {path!r} has {count(num_live, 'parameter')} here, {len(found)} of them among the "
+        f"{count(num_stored, 'parameter')} that it had when it was saved. Its state has the elements of all of them in "
+        "a row.",
+        code="incompatible.optimizer",
+        action=f'Give it the parameters that it had, or leave it out, with select="!{path}": it then starts afresh.',
+        path=path,
+    )
 
 
 def _position(node: Node | None) -> int | None:

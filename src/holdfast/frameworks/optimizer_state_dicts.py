@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import count
 from typing import Final, NamedTuple
 
@@ -93,6 +94,11 @@ class StateDictSource:
         nodes.update((name, source.nodes[real]) for name, real in self._real.items() if real in source.nodes)
         self.nodes: Mapping[str, Node] = nodes
         self.is_strict = source.is_strict
+        #: Rules do not know slots in a dict.
+        self.dropped: Mapping[str, Collection[str]] = {}
+        self.recast: AbstractSet[str] = {
+            name for name in (*self._real, *self._live) if self._stored_name(name) in source.recast
+        }
 
     def named(self, tensor: torch.Tensor) -> NamedTensor | None:
         """As `BindingSource.named`."""

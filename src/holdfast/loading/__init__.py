@@ -35,6 +35,7 @@ from holdfast.interop.formats import foreign_at, foreign_instead, names_advice
 from holdfast.loading.compared_names import Names, compared
 from holdfast.loading.filled import note_filled, partly_filled_on_errors
 from holdfast.loading.filling import Filling, outside_inference_mode
+from holdfast.loading.left_out import left_out
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.number_keys import number_rules
 from holdfast.mapping import Rule
@@ -329,7 +330,7 @@ class Loading:
             _log.warning("seeded anew, because another number of ranks saved it: %s", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
         passed = skipped[0].place if skipped else None
-        self._note(bound, epoch, state, is_whole=is_whole, passed=passed)
+        self._note(bound, names, epoch, state, is_whole=is_whole, passed=passed)
         return self._report(bound, names, filling, cost, state, skipped)
 
     def _match(self, into: Mapping[str, object], find: Callable[[], Opened]) -> tuple[_BoundLoad, Names]:
@@ -416,10 +417,10 @@ class Loading:
         )
 
     def _note(
-        self, bound: _BoundLoad, epoch: int | None, state: object, *, is_whole: bool, passed: Place | None
+        self, bound: _BoundLoad, names: Names, epoch: int | None, state: object, *, is_whole: bool, passed: Place | None
     ) -> None:
         """Record for this process which objects of `state` were filled, from which checkpoint, and instead of which
-        damaged one."""
+        damaged one, and which entries not whole."""
         (checkpoint, run), continues = bound.opened, self._options.continues
         kept = bound.table.partly_kept()
         targets = bound.binding.targets
@@ -444,6 +445,7 @@ class Loading:
                 step=record.step,
                 is_restore=self._options.resumes is not None,
                 is_newest=self._is_newest,
+                left=() if is_whole else left_out(state, bound.table, self._options.select(), names.missing),
             )
         note_filled(load, state, bound.binding, is_whole=is_whole)
 
@@ -472,6 +474,8 @@ class Loading:
                 table.partly_kept(),
                 is_strict=options.strict,
                 ignores_unexpected=options.ignores_unexpected,
+                dropped=table.dropped,
+                recast=table.recast,
             ),
             device=options.device,
         )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import ChainMap, Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple, cast
 
@@ -31,7 +32,8 @@ class CheckpointTable:
 
     `parts` has an entry for each tensor that is not simply the stored tensor of its name. `equal` has an entry for each
     optimizer state of one element whose parameter was fused from several: the names (in `stored`) of the tensors that
-    must be equal to it.
+    must be equal to it. `dropped` has the slots of which rules have dropped a part, by the name of their parameter's
+    state; `recast` the tensors that rules have given another dtype.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -39,6 +41,8 @@ class CheckpointTable:
     nodes: Mapping[str, Node]
     parts: Mapping[str, Parts]
     equal: Mapping[str, Sequence[str]]
+    dropped: Mapping[str, Collection[str]] = field(default_factory=dict)
+    recast: AbstractSet[str] = frozenset()
 
     def partly_kept(self) -> frozenset[str]:
         """The names of the tensors that have elements without a stored value, which keep their live values."""
@@ -84,6 +88,9 @@ class MappingState:
         self._equal: dict[str, dict[str, Made]] = {}
         #: For each optimizer and parameter, the paths below ``state/<parameter>``: its slots.
         self.optimizers = {path: self._read_optimizer(path) for path in self._optimizer_paths()}
+        #: The slots of these parameters that rules have dropped, where others of the parameter stay.
+        self._dropped: dict[str, dict[str, set[str]]] = {}
+        self._stored_dtypes = {name: tensor.dtype for name, tensor in stored.items()}
 
     def table(self) -> CheckpointTable:
         """The table after all rules."""
@@ -93,8 +100,19 @@ class MappingState:
                 text = f"a load compares {name!r} with the optimizer state that it was fused into; leave that name free"
                 raise self.refused(text, name)
             self.put(name, made)
-        equal = {name: tuple(others) for name, others in self._equal.items()}
-        return CheckpointTable(self.stored, self.aliases, _Renamed(self._origins, self._nodes), self._parts, equal)
+        return CheckpointTable(
+            self.stored,
+            self.aliases,
+            _Renamed(self._origins, self._nodes),
+            self._parts,
+            {name: tuple(others) for name, others in self._equal.items()},
+            {join(path, "state", name): slots for path, lost in self._dropped.items() for name, slots in lost.items()},
+            frozenset(filter(self._is_recast, self._parts)),
+        )
+
+    def _is_recast(self, name: str) -> bool:
+        sources = (part.source for part in self._parts[name] if part.source is not None)
+        return any(self._stored_dtypes[source] != self.stored[name].dtype for source in sources)
 
     # --- content -----------------------------------------------------------------------------------------------------
 
@@ -174,6 +192,10 @@ class MappingState:
             for name, slots in parameters.items():
                 new_name = renamed.get(name, name)
                 moves.update(zip(_inside(path, name, slots), _inside(new_path, new_name, slots), strict=True))
+        self._dropped = {
+            renamed.get(path, path): {renamed.get(name, name): slots for name, slots in lost.items()}
+            for path, lost in self._dropped.items()
+        }
         self._refuse_meeting(moves)
         for name in moves.keys() & self.stored.keys():
             self._parts.setdefault(name, self._tensor(name).parts)
@@ -218,7 +240,10 @@ class MappingState:
                     continue
                 dropped = self.slots_matching(pattern, path, name)
                 gone.update(dropped)
-                slots[:] = [slot for slot in slots if _slot(path, name, slot) not in dropped]
+                lost = {slot for slot in slots if _slot(path, name, slot) in dropped}
+                slots[:] = [slot for slot in slots if slot not in lost]
+                if lost:
+                    self._dropped.setdefault(path, {}).setdefault(name, set()).update(lost)
             if path in gone:
                 del self.optimizers[path]
         self.untied(gone, in_place=False)
@@ -361,6 +386,8 @@ class MappingState:
         for name in step.sources:
             del parameters[name]
         parameters.update((name, list(slots)) for name in step.targets)
+        lost = self._dropped.get(path, {})
+        lost.update(dict.fromkeys(step.targets, lost[first]) if first in lost else {})
 
     def _take_slot(self, slot: str, sources: list[str], targets: list[str], step: Step, change: _RuleEffect) -> None:
         """Change a slot of its parameter's shape like the parameter; keep a slot of one element, to be compared.

@@ -25,6 +25,8 @@ _NAME: Final = "trainers.lock"
 _LOOKERS: Final = 1 << 40
 #: The byte of processes that have reserved memory for rank 0; those for other ranks follow.
 _RESERVERS: Final = 1 << 41
+#: The byte of the process that alone has the folder for rank 0, among jobs that save in turn; those for others follow.
+_TURNS: Final = 1 << 42
 #: Pause between attempts: a process that removes a folder holds the lock for microseconds.
 _TURN_S: Final = 0.001
 _TIMEOUT_S: Final = 30.0
@@ -90,6 +92,17 @@ def has_trainer(folder: NodeFolder, rank: int) -> bool:
     """Whether a living process has a claim to the slots of `rank` and fills them: it has not only reserved them. True
     where that is unknown."""
     return _is_locked(folder, rank, 1)
+
+
+def take_turn(folder: NodeFolder, rank: int) -> int | None:
+    """Take `folder` for `rank`, which no two processes can that call this. Returns a descriptor, which holds the folder
+    until it is closed or the process ends; None where another living process has it."""
+    with Claim(folder):  # so that the file keeps its name
+        fd = folder.open_or_create(_NAME)
+        if file_locks.try_lock(fd, _TURNS + rank):
+            return fd
+        file_locks.close(fd)
+        return None
 
 
 def _is_locked(folder: NodeFolder, start: int, nbytes: int) -> bool:

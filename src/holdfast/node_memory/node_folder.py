@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -256,16 +257,41 @@ def memory_error(path: Path, error: OSError) -> StorageError:
 def node_folders(node_dir: Path) -> Iterator[NodeFolder]:
     """The folders of all runs of this user in the memory of this node, each open until the next one. Creates none, and
     skips everything that is not a folder that only this user can use: no run made it."""
-    path = _user_folder(node_dir)
-    try:
-        names = sorted(os.listdir(path))  # noqa: PTH208 - names alone
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _cannot_open(path, error) from error
-    for name in names:
-        with suppress(FileNotFoundError, ConfigurationError), NodeFolder.at(path / name) as folder:
-            yield folder
+    for number in count():
+        path = _user_folder(_turn_path(node_dir, number))
+        try:
+            names = sorted(os.listdir(path))  # noqa: PTH208 - names alone
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        for name in names:
+            with suppress(FileNotFoundError, ConfigurationError), NodeFolder.at(path / name) as folder:
+                yield folder
+
+
+def turn_dir(node_dir: Path, number: int) -> Path:
+    """The folder in memory of job `number` of those that live on this node and save into one run in turn: `node_dir`
+    itself for the first one, 0, else a folder in it, which is created if it is missing.
+
+    Raises:
+        ConfigurationError: `node_dir` is not a folder, or the folder in it is not private to this user.
+    """
+    path = _turn_path(node_dir, number)
+    if number:
+        try:
+            root = os.open(node_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise not_a_folder(node_dir, error) from error
+        try:
+            os.close(_private(root, path.name, path, make=True))
+        finally:
+            os.close(root)
+    return path
+
+
+def _turn_path(node_dir: Path, number: int) -> Path:
+    return node_dir / f"{_user_folder(node_dir).name}-turn-{number}" if number else node_dir
 
 
 def _user_folder(node_dir: Path) -> Path:

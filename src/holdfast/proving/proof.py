@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -41,6 +42,14 @@ class Script:
     num_kills: int
     seed: int
     other_ranks: int | None = None
+
+    @property
+    def command(self) -> str:
+        """The command that proves this. Its options stand before the script: what stands behind is the script's."""
+        then = () if self.other_ranks is None else ("--then", str(self.other_ranks))
+        numbers = {"--nproc": self.num_ranks, "--kills": self.num_kills, "--every": self.every, "--seed": self.seed}
+        options = [text for option, number in numbers.items() for text in (option, str(number))]
+        return shlex.join(("holdfast", "prove", *options, *then, *self.arguments))
 
 
 @dataclass(frozen=True)
@@ -145,11 +154,14 @@ class _Attempts:
     def too_few(self, name: str, num_steps: int) -> ConfigurationError:
         """The error that the attempts called `name` saved `num_steps` steps alone."""
         script = self._script
+        fewer = replace(script, num_kills=num_steps - 1)
+        instead = f", or kill it less often: {fewer.command}" if fewer.num_kills > 0 else ""
+        smaller = " (a smaller --every does)" if script.every > 1 else ""
         return ConfigurationError(
             f"'{script.arguments[0]}' saved {count(num_steps, 'step')}, too few for {count(script.num_kills, 'kill')}.",
             code="config.script",
-            action="Have it save with a holdfast.Checkpointer after more steps, or pass a smaller --kills or --every. "
-            f"Its output is in '{self._log(name)}'.",
+            action=f"Have it save with a holdfast.Checkpointer after more steps{smaller}{instead}. Its output is in "
+            f"'{self._log(name)}'.",
             path=script.arguments[0],
         )
 

@@ -91,6 +91,8 @@ def abandon(run: Run, folder: str) -> None:
     key = records.checkpoint_key(folder, SEAL_NAME)
     # Look first: going on with an older deletion must be possible on a full disk.
     exists = run.storage.nbytes(key) is not None
+    if not exists:
+        _delete_leftovers(run, folder)  # nothing of them was published, and the record may need their space
     created = not exists and run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))
     if not created and not is_abandoned(run.storage.read(key)):
         raise ConfigurationError(
@@ -104,7 +106,13 @@ def abandon(run: Run, folder: str) -> None:
 
 def _delete_files(run: Run, folder: str) -> None:
     """Delete the data files, temporary files of dead writers, and last the manifest; keep files of other programs."""
-    data = [name for name in run.storage.list(f"{CHECKPOINTS}/{folder}") if fmt.is_file_name(name)]
-    leftovers = run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
-    for name in (*data, *leftovers, fmt.NAME):
+    for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
+        if fmt.is_file_name(name):
+            run.storage.delete(records.checkpoint_key(folder, name))
+    _delete_leftovers(run, folder)
+    run.storage.delete(records.checkpoint_key(folder, fmt.NAME))
+
+
+def _delete_leftovers(run: Run, folder: str) -> None:
+    for name in run.storage.leftovers(f"{CHECKPOINTS}/{folder}"):
         run.storage.delete(records.checkpoint_key(folder, name))

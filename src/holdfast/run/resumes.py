@@ -53,11 +53,12 @@ class ResumeLimit:
     earlier ones and leaves the record; all ranks know `earlier`, the number of earlier jobs.
 
     With `max_resumes`, a checkpoint that so many earlier jobs have resumed is refused. `key` is that of the record that
-    this process has left ("" while there is none).
+    this process has left ("" while there is none). Unless it `counts`, it leaves none, and counts none.
     """
 
-    def __init__(self, max_resumes: int | None = None, *, key: str = "") -> None:
+    def __init__(self, max_resumes: int | None = None, *, key: str = "", counts: bool = True) -> None:
         self._max = max_resumes
+        self._counts = counts
         self.earlier = 0
         self.key = key
 
@@ -82,6 +83,8 @@ class ResumeLimit:
         """Record that this job resumes the checkpoint at `place`, durably. `newest_epoch` was the newest epoch before
         it was chosen. Returns how many jobs did so before. Deletes records that no longer count."""
         self.withdraw(run.storage)
+        if not self._counts:
+            return 0
         with suppress(StorageError):
             counts = ResumeCounts.of(run)
             resume = Resume(place=place, newest_epoch=newest_epoch, created=records.now(), holder=holder())

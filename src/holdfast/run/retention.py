@@ -7,6 +7,10 @@ checkpoint loadable or invisible, and a later `apply`, of any process, goes on w
 Only checkpoints of the head's lineage are deleted. Those of abandoned futures are left alone: a rollback may go back to
 them, their order among the others means nothing, and a commit may still arrive there from a job that was fenced. A
 person deletes them (``holdfast rm``).
+
+`apply` also deletes the parts of saves that were cut off: saves of an older epoch than the newest that lack data files.
+Their jobs are dead or fenced, so these parts never become a checkpoint. One whose files are all there stays: the doctor
+can commit it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,15 @@ from holdfast.run.uncommitted import RunRecords, Uncommitted
 
 
 @dataclass(frozen=True)
+class Remains:
+    """Folders without a checkpoint: `half_removed` are those in which an older deletion has left files, because it was
+    interrupted or a reader used them; `cut_off` those with the parts of a save that was cut off."""
+
+    half_removed: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class RetentionSurvey:
     """A decision about a run, which counts as long as `epoch` is the newest epoch of the run. `holds` are the pins and
     leases; `num_abandoned` is the number of checkpoints off the head's lineage."""
@@ -40,13 +53,15 @@ class RetentionSurvey:
 @dataclass
 class RetentionOutcome:
     """The outcome of a deletion, as far as it came: the deleted checkpoints; those that stay because somebody has
-    needed them meanwhile, with the error that says so; and the folders in which an older deletion was finished.
+    needed them meanwhile, with the error that says so; the folders in which an older deletion was finished; and those
+    that had the parts of a save that was cut off.
 
     `is_overtaken`: a newer epoch was opened meanwhile, so the deletion ended there."""
 
     deleted: list[CheckpointFacts] = field(default_factory=list)
     held: list[tuple[CheckpointFacts, HoldfastError]] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
     is_overtaken: bool = False
 
 
@@ -57,8 +72,9 @@ class Retention:
         self._policy = policy
         self._commits: dict[Place, Commit] = {}
         self._verified: set[Place] = set()
-        #: Folders in which an older deletion may have left files; None before the first look.
-        self._half_removed: list[str] | None = None
+        #: Folders in which something may be left, and the newest epoch at the last look for them (-1: there was none).
+        self._left = Remains()
+        self._looked_in = -1
 
     def survey(self, run: Run) -> RetentionSurvey:
         """Decide what to delete. A few requests, and one for each checkpoint that is not known yet.
@@ -83,14 +99,14 @@ class Retention:
         done = RetentionOutcome()
         want_leases(run.storage)
         delete_ended(run.storage, survey.holds)
-        half_removed = self._finish(run, done)
+        self._finish(run, survey, done)
         for facts in survey.decision.deleted:
             # A newer epoch has another lineage, and perhaps another policy.
             if (run.newest_epoch() or 0) != survey.epoch:
                 done.is_overtaken = True
                 break
             folder = self._commits[facts.place].checkpoint
-            half_removed.append(folder)
+            self._left.half_removed.append(folder)
             try:
                 remove_place(run, facts.place, folder)
             except ConfigurationError as error:
@@ -98,46 +114,44 @@ class Retention:
                     raise
                 done.held.append((facts, error))
                 continue
-            half_removed.remove(folder)
+            self._left.half_removed.remove(folder)
             done.deleted.append(facts)
             told(facts)
         return done
 
-    def half_removed(self, run: Run) -> list[str]:
-        """The folders in which an older deletion has left files, because it was interrupted or a reader used them."""
-        known = RunRecords.of(run)
-        return [
-            folder
-            for folder in run.storage.list(CHECKPOINTS)
-            if parse_folder(folder) is not None
-            and not known.is_committed(folder)
-            and Uncommitted(run, known, folder).is_half_removed
-        ]
-
-    def _finish(self, run: Run, done: RetentionOutcome) -> list[str]:
-        """Go on with older deletions, and return the folders that are left. Only the first look searches the whole run:
-        this process knows what it left itself."""
-        if self._half_removed is None:
-            self._half_removed = self.half_removed(run)
-        if not self._half_removed:
-            return self._half_removed
-        known = RunRecords.of(run)
-        for folder in tuple(self._half_removed):
+    def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
+        """What deletions and saves have left that never came to their end."""
+        known, found = RunRecords.of(run), Remains()
+        for folder in run.storage.list(CHECKPOINTS):
+            if parse_folder(folder) is None or known.is_committed(folder):
+                continue
             there = Uncommitted(run, known, folder)
             if there.is_half_removed:
-                place = there.place_to_hide()
-                try:
-                    if place is None:
-                        abandon(run, folder)
-                    else:
-                        remove_place(run, place, folder)
-                except ConfigurationError as error:
-                    if not is_held(error):
-                        raise
+                found.half_removed.append(folder)
+            elif there.is_cut_off(survey.epoch, survey.holds):
+                found.cut_off.append(folder)
+        return found
+
+    def _finish(self, run: Run, survey: RetentionSurvey, done: RetentionOutcome) -> None:
+        """Go on with older deletions, and delete the parts of saves that were cut off. Only the first look in an epoch
+        searches the whole run: this process knows what it left itself."""
+        if self._looked_in != survey.epoch:
+            self._left, self._looked_in = self.remains(run, survey), survey.epoch
+        if not (self._left.half_removed or self._left.cut_off):
+            return
+        known = RunRecords.of(run)
+        for folder in tuple(self._left.half_removed):
+            there = Uncommitted(run, known, folder)
+            if there.is_half_removed:
+                if not _is_deleted(run, folder, there.place_to_hide()):
                     continue
                 done.finished.append(folder)
-            self._half_removed.remove(folder)
-        return self._half_removed
+            self._left.half_removed.remove(folder)
+        for folder in tuple(self._left.cut_off):
+            # Somebody may have completed it since: then it stays.
+            if Uncommitted(run, known, folder).is_cut_off(survey.epoch, survey.holds) and _is_deleted(run, folder):
+                done.cut_off.append(folder)
+            self._left.cut_off.remove(folder)
 
     def _lineage(self, run: Run) -> Iterator[Commit]:
         """The commits of the lineage, newest first."""
@@ -153,6 +167,21 @@ class Retention:
                 self._verified = {commit.place}
                 return commit.place
         return None
+
+
+def _is_deleted(run: Run, folder: str, place: Place | None = None) -> bool:
+    """Delete the files in `folder` that nobody reads any more, after hiding its `place`, if it has one. Returns False
+    where somebody needs them."""
+    try:
+        if place is None:
+            abandon(run, folder)
+        else:
+            remove_place(run, place, folder)
+    except ConfigurationError as error:
+        if not is_held(error):
+            raise
+        return False
+    return True
 
 
 def _is_whole(run: Run, commit: Commit) -> bool:

@@ -85,7 +85,8 @@ class Load:
     it took `place`, or None. `equal` are the copies that it made equal. `has_commit`: the load found the checkpoint by
     its commit; a checkpoint that was restored from node memory may not be committed yet. `step` is the step of the
     checkpoint. `is_restore`: it is a `Checkpointer.restore`. `is_newest`: the caller asked for the newest checkpoint,
-    and not for a certain one. `number` counts the loads of this process.
+    and not for a certain one. `left` are the keys of the entries that the load did not restore whole. `number` counts
+    the loads of this process.
     """
 
     root: str
@@ -101,6 +102,7 @@ class Load:
     step: int = -1
     is_restore: bool = False
     is_newest: bool = False
+    left: tuple[str, ...] = ()
     number: int = 0
 
 

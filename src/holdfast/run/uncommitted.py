@@ -13,6 +13,7 @@ from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
 from holdfast.run.complete import StoredManifest, check_files, encode_seal, is_abandoned, missing_files, read_manifest
 from holdfast.run.history import Run
+from holdfast.run.holds import Holds
 from holdfast.run.paths import some
 
 Remedy = Literal["finish", "remove", "none"]
@@ -68,7 +69,8 @@ class Uncommitted:
     def __init__(self, run: Run, known: RunRecords, folder: str) -> None:
         self._run = run
         self._known = known
-        self._folder = folder
+        #: The name of the folder.
+        self.folder = folder
         self._path = run.storage.path(f"{CHECKPOINTS}/{folder}")
         names = run.storage.list(f"{CHECKPOINTS}/{folder}")
         self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name)}
@@ -79,14 +81,14 @@ class Uncommitted:
 
     def state(self, *, deep: bool) -> FolderState | None:
         """The state of the folder; None where there is nothing to do. With `deep`, reads all its data."""
-        if self._known.is_committed(self._folder):
+        if self._known.is_committed(self.folder):
             return FolderState("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
         if not self._names or (self._given_up and len(self._names) == 1):
             return None
         if self._given_up or self._sealed_at in self._known.removed:
             return self._removal_unfinished()
         try:
-            stored = read_manifest(self._run, self._folder)
+            stored = read_manifest(self._run, self.folder)
         except NotFoundError as error:
             return self._unfinished(error.message, young_s=self._leftovers_young_s())
         except IncompatibleError as error:
@@ -104,6 +106,21 @@ class Uncommitted:
             return False
         return self._given_up or self.place_to_hide() in self._known.removed
 
+    def is_cut_off(self, epoch: int, holds: Holds) -> bool:
+        """Whether a save of an epoch before `epoch` left the folder without all its data files, so that it can never be
+        committed: where a writer lives, he is fenced. False where `holds` keep its place. Reads no data file."""
+        if self._seal is not None or not self._names:
+            return False
+        try:
+            stored = read_manifest(self._run, self.folder)
+        except UNREADABLE:
+            return False
+        place = stored.manifest.place
+        is_known = place in self._known.commits or place in self._known.removed
+        if place.epoch >= epoch or is_known or holds.reasons(place):
+            return False
+        return bool(missing_files(self._run.storage, stored))
+
     def place_to_hide(self) -> Place | None:
         """The place that must be hidden before files are deleted: that of a seal, or one that is hidden already.
 
@@ -113,7 +130,7 @@ class Uncommitted:
         if self._sealed_at is not None:
             return self._sealed_at
         try:
-            place = read_manifest(self._run, self._folder).manifest.place
+            place = read_manifest(self._run, self.folder).manifest.place
         except UNREADABLE:
             return None
         return place if place in self._known.removed else None
@@ -123,8 +140,8 @@ class Uncommitted:
         place = stored.manifest.place
         if place in self._known.removed:
             return self._removal_unfinished()
-        if isinstance(self._known.commits.get(place), HoldfastError) and self._sealed_at == place:
-            return None  # it was committed: the doctor reports the damaged record of its commit by itself
+        if isinstance(self._known.commits.get(place), HoldfastError):
+            return None  # it may be the one that was committed: the doctor reports the damaged record by itself
         if place in self._known.commits:
             text = f"Another checkpoint was committed at the place of '{self._path}', {place}. Open it by its own path."
             return FolderState("folder.superseded", text, "none")
@@ -190,6 +207,6 @@ class Uncommitted:
     def _leftovers_young_s(self) -> float:
         """The longest time for which a writer of the folder's temporary files may still be at work; 0 where there are
         none, or their writers are known to be dead."""
-        folder, storage = f"{CHECKPOINTS}/{self._folder}", self._run.storage
+        folder, storage = f"{CHECKPOINTS}/{self.folder}", self._run.storage
         is_young = storage.leftovers(folder) != storage.leftovers(folder, older_than_s=IN_PROGRESS_S)
         return IN_PROGRESS_S if is_young else 0.0

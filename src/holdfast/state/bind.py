@@ -113,6 +113,7 @@ class _Binder:
     ) -> None:
         self._select, self._is_selected = terms.select, terms.selects
         self.is_strict, self._ignores_unexpected = terms.is_strict, terms.ignores_unexpected
+        self.dropped, self.recast = terms.dropped, terms.recast
         #: The nodes that adapters see: for modules only the selected ones. Optimizers are selected as a whole.
         self.nodes = nodes if self._select is None else SelectedNodes(nodes, self._select)
         self._all_nodes = nodes

@@ -368,7 +368,12 @@ _ACTIONS = {
     ),
     "incompatible.needed_slots": (
         "Leave the mapping of these slots out, or the optimizer out of select=: it then starts afresh. So does a "
-        'parameter whose whole state is dropped, such as with Drop("optimizer/state/**"), but not with Adagrad.'
+        'parameter whose whole state is dropped, such as with Drop("optimizer/state/**"), but not with Adagrad. If the '
+        "class has steps of its own, and they make the slots that they lack, pass strict=False."
+    ),
+    "incompatible.slot_dtype": (
+        "Leave the rule that casts these slots out: they need the dtype of their parameter. To train in another dtype, "
+        "build the model in it, and pass cast=True: its slots then follow it."
     ),
     "incompatible.flat_slots": (
         "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,11 +37,11 @@ class Terms(NamedTuple):
     """The terms of a load: which part of a checkpoint it loads, and which differences it allows.
 
     Live tensors, values and objects whose names are not in `select` keep their contents, and none of their names counts
-    as missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Two fields
+    as missing or unexpected. `cast` says which live tensors may have another dtype than the stored ones. Some fields
     come from a mapping: `equal` gives for a stored name other stored tensors that must be equal to that one, and `kept`
-    has the stored tensors that fill only a part of a live one, which keeps the rest. With `is_strict`, optimizers must
-    be of the class that was saved. With `ignores_unexpected`, no stored name counts as unexpected, and values that the
-    live state does not have are not looked up.
+    has the stored tensors that fill only a part of a live one, which keeps the rest; `CheckpointTable` explains
+    `dropped` and `recast`. With `is_strict`, optimizers must be of the class that was saved. With `ignores_unexpected`,
+    no stored name counts as unexpected, and values that the live state does not have are not looked up.
     """
 
     select: Globs | None = None
@@ -49,6 +50,8 @@ class Terms(NamedTuple):
     kept: Collection[str] = ()
     is_strict: bool = True
     ignores_unexpected: bool = False
+    dropped: Mapping[str, Collection[str]] = MappingProxyType({})
+    recast: AbstractSet[str] = frozenset()
 
     def selects(self, name: str) -> bool:
         """Whether the load fills what has this name."""
