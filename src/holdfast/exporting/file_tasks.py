@@ -31,7 +31,7 @@ from holdfast.exporting.new_folder import NewFile
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.interop.stored_source import StoredSource, shared_store
 from holdfast.io.buffers import WindowPools, window_pools
-from holdfast.io.create_only import CreateOnlyWriter
+from holdfast.io.create_only import CreateOnlyWriter, WriterAround
 from holdfast.io.jobs import Extent
 from holdfast.io.reread import stored_digests
 from holdfast.io.sources import Source
@@ -342,33 +342,20 @@ class _ChecksummedSource:
         return checksum
 
 
-class _TrailedWriter:
+class _TrailedWriter(WriterAround):
     """A writer that puts the trailers into a file before it publishes it."""
 
     def __init__(self, writer: FileWriter, file: NewFile, source: _ChecksummedSource, trailed: list[bytes]) -> None:
         """`trailed` gets the bytes of the trailers."""
-        self._writer = writer
+        super().__init__(writer)
         self._file = file
         self._source = source
         self._trailed = trailed
-
-    @property
-    def alignment(self) -> int:
-        """As `FileWriter.alignment`."""
-        return self._writer.alignment
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileWriter.write_at`."""
-        self._writer.write_at(offset, data)
 
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
         for trailer in self._file.trailers:
             made = trailer.make([self._source.checksum(of) for of in trailer.of])
-            self._writer.write_at(len(self._file.head) + trailer.start, np.frombuffer(made, np.uint8))
+            self.write_at(len(self._file.head) + trailer.start, np.frombuffer(made, np.uint8))
             self._trailed.append(made)
-        self._writer.publish(nbytes)
-
-    def abort(self) -> None:
-        """As `FileWriter.abort`."""
-        self._writer.abort()
+        super().publish(nbytes)
