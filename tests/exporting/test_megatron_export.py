@@ -146,6 +146,34 @@ def test_what_megatron_has_no_key_for_is_refused_and_can_be_left_out(tmp_path: P
     assert holdfast.open(tmp_path / "new").names() == ["model/weight"]
 
 
+def test_an_export_of_a_plain_model_was_silent_about_names_that_megatron_does_not_find(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["decoder.layers.0.self_attn.q_proj.weight", "model.norm.weight", "output_layer.weight"]
+    holdfast.save(tmp_path / "run", {"model": {name: torch.ones(2) for name in names}}, 1)
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert f"2 of 3 weights have names that no model of Megatron-core has, such as model/{names[0]}" in caplog.text
+    assert "--mapping" in caplog.text
+
+
+def test_the_names_of_megatron_are_exported_without_a_warning(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    holdfast.export(folder, tmp_path / "new", "megatron")
+    assert caplog.text == ""
+
+
+def test_a_plain_optimizer_was_exported_although_megatron_finds_none_of_its_groups(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"output_layer": torch.nn.Linear(2, 2)})
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    holdfast.save(tmp_path / "run", state, 1)
+    with pytest.raises(HoldfastError, match=r"optimizer is a plain one.*select='model'.*ToMegatron") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert caught.value.code == "incompatible.export"
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron", select="model")
+    assert holdfast.open(tmp_path / "new").names() == ["model/output_layer.bias", "model/output_layer.weight"]
+
+
 def test_buckets_of_a_layout_are_no_export(tmp_path: Path) -> None:
     with tarfile.open(FIXTURES / "buckets-on-4.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")

@@ -70,6 +70,21 @@ def test_adamw_state_is_not_attached_to_sgd(
     assert f"of class {there.__name__} in the checkpoint" in str(error)
 
 
+def test_the_precision_of_the_slots_of_another_class_was_taken_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An 8-bit optimizer of bitsandbytes trained on with slots of 32 bits, and nothing said so."""
+    saved(tmp_path / "run", Adam)
+    report = holdfast.load(tmp_path / "run", of_class(AdamW), strict=False)
+    assert "optimizer/class" in report.missing
+    assert (
+        "optimizer 'optimizer' is of class AdamW here, and gets the state of Adam, with slots of float32" in caplog.text
+    )
+    caplog.clear()
+    holdfast.load(tmp_path / "run", of_class(Adam), strict=False)
+    assert caplog.text == ""
+
+
 def test_the_error_says_what_each_of_the_two_has(tmp_path: Path) -> None:
     saved(tmp_path / "run", AdamW)
     error = refused(tmp_path / "run", of_class(SGD), strict=False)

@@ -274,6 +274,23 @@ def test_8_bit_slots_of_bitsandbytes_do_not_train_on_in_a_32_bit_optimizer(tmp_p
         holdfast.load(tmp_path / "run", saved, mapping=[Drop("optimizer/state/**/step")])
 
 
+def test_the_log_says_that_an_8_bit_optimizer_of_bitsandbytes_goes_on_with_slots_of_32_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import bitsandbytes
+
+    states: list[State] = []
+    for kind in (bitsandbytes.optim.AdamW, bitsandbytes.optim.AdamW8bit):
+        model = nn.Linear(128, 64)
+        states.append({"model": model, "optimizer": kind(model.parameters(), lr=0.01)})
+    train(states[0], steps=1, seed=0)
+    holdfast.save(tmp_path / "run", states[0], 0)
+    holdfast.load(tmp_path / "run", states[1], strict=False)
+    assert "is of class AdamW8bit here, and gets the state of AdamW, with slots of float32" in caplog.text
+    train(states[1], steps=1, seed=1)
+    assert all(slots["state1"].dtype == torch.float32 for slots in states[1]["optimizer"].state.values())
+
+
 def four_bits(seed: int, **options: Any) -> Any:
     import bitsandbytes
 

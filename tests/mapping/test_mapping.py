@@ -262,6 +262,13 @@ def test_a_cast_to_a_dtype_that_is_no_text_says_how_to_name_it() -> None:
         Cast("model/q", torch.bfloat16)  # type: ignore[arg-type]
 
 
+def test_a_pattern_that_matches_no_flat_name_was_asked_whether_it_meant_no_name_at_all(tmp_path: Path) -> None:
+    torch.save({"norm.weight": numbered(2)}, tmp_path / "weights.pt")
+    with pytest.raises(IncompatibleError, match="matches nothing that this kind of rule can change") as caught:
+        holdfast.load(tmp_path / "weights.pt", {"model": nn.Linear(2, 2)}, mapping=[Rename("{x}", "model/{x}")])
+    assert "did you mean ''" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("rule", "words"),
     [

@@ -14,6 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format.near import near, substitution
+from holdfast.mapping import Rename
 from holdfast.state.differences import grouped
 from tests.support.ranks import run_ranks
 
@@ -62,6 +63,42 @@ def test_a_part_that_the_checkpoint_does_not_have_is_left_out_by_select(run: Pat
     assert "The checkpoint has nothing of 'ema'" in error.action
     assert 'select=["model", "optimizer", "progress"]' in error.action
     holdfast.load(run, into=entries | {"ema": {"decay": 0.9}}, select=["model", "optimizer", "progress"])
+
+
+def test_the_advice_to_select_left_random_generators_out(tmp_path: Path) -> None:
+    """Whoever followed it went on with other random numbers."""
+    state = {"model": model(1), "random": holdfast.RandomState(), "own": holdfast.PerRank({"seen": 1})}
+    holdfast.save(tmp_path / "run", state, 1)
+    error = refused(tmp_path / "run", state | {"ema": {"decay": 0.9}})
+    assert 'select=["model", "own", "random"]' in error.action
+
+
+def test_two_renames_into_an_engine_get_the_select_that_loads_what_there_is(run: Path) -> None:
+    module = model()
+    engine = {"model": module, "optimizer": stepped(module), "engine": {"steps": 0}, "scaling": {"scale": 1.0}}
+    rules = [Rename("model", "engine/model"), Rename("optimizer", "engine/optimizer"), Rename("progress", "progress")]
+    with pytest.raises(IncompatibleError) as caught:
+        holdfast.load(run, into={"engine": engine, "progress": {"epoch": 0}}, mapping=rules)
+    assert "has nothing of 'engine/engine', 'engine/scaling'" in caught.value.action
+    assert 'select=["progress", "engine/model", "engine/optimizer"]' in caught.value.action
+    chosen = ["progress", "engine/model", "engine/optimizer"]
+    holdfast.load(run, into={"engine": engine, "progress": {"epoch": 0}}, mapping=rules, select=chosen)
+
+
+def test_a_selected_name_with_a_typing_error_was_told_to_select_what_the_state_has_not(run: Path) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        holdfast.load(run, into={"modle": model()}, select="modle")
+    assert "perhaps renamed (stored -> live):\n    model -> modle" in str(caught.value)
+    assert "select" not in caught.value.action
+
+
+def test_flat_names_get_the_rule_that_puts_the_entry_of_the_state_before_them(tmp_path: Path) -> None:
+    module = model()
+    torch.save(module.state_dict(), tmp_path / "weights.pt")
+    error = refused(tmp_path / "weights.pt", {"model": module, "optimizer": stepped(module)})
+    rule = 'Rename("{x:**}", "model/{x}")'
+    assert f"mapping=[{rule}] puts it there" in error.action
+    holdfast.load(tmp_path / "weights.pt", {"model": module}, mapping=[Rename("{x:**}", "model/{x}")])
 
 
 def test_hyper_parameters_of_another_optimizer_are_not_said_to_be_renamed() -> None:

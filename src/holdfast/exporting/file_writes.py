@@ -21,6 +21,7 @@ from holdfast.exporting.edge_blocks import EdgeBlocks
 from holdfast.exporting.element_source import ElementSource, TensorSegment, read_window, segments_between
 from holdfast.exporting.new_folder import NewFile
 from holdfast.io.buffers import WindowPools
+from holdfast.io.create_only import WriterAround
 from holdfast.io.digest import digest_blocks
 from holdfast.io.jobs import Extent
 from holdfast.io.reread import stored_digests
@@ -159,32 +160,19 @@ class _ChecksummedSource:
         return checksum
 
 
-class _TrailedWriter:
+class _TrailedWriter(WriterAround):
     """A writer that puts the trailers into a file before it publishes it."""
 
     def __init__(self, writer: FileWriter, file: NewFile, source: _ChecksummedSource, trailed: list[bytes]) -> None:
         """`trailed` gets the bytes of the trailers."""
-        self._writer = writer
+        super().__init__(writer)
         self._file = file
         self._source = source
         self._trailed = trailed
 
-    @property
-    def alignment(self) -> int:
-        """As `FileWriter.alignment`."""
-        return self._writer.alignment
-
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileWriter.write_at`."""
-        self._writer.write_at(offset, data)
-
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
         for start, made in self._file.trailed(self._source.checksum):
-            self._writer.write_at(len(self._file.head) + start, np.frombuffer(made, np.uint8))
+            self.write_at(len(self._file.head) + start, np.frombuffer(made, np.uint8))
             self._trailed.append(made)
-        self._writer.publish(nbytes)
-
-    def abort(self) -> None:
-        """As `FileWriter.abort`."""
-        self._writer.abort()
+        super().publish(nbytes)

@@ -23,11 +23,13 @@ from holdfast.exporting.dcp_folder import METADATA, DcpContent, saved
 from holdfast.exporting.element_source import small_contents
 from holdfast.exporting.new_folder import NewFolder
 from holdfast.exporting.plain_values import plain_value
-from holdfast.format.names import component, join, split
-from holdfast.format.values import Node
+from holdfast.format.names import component, join, shown, split
+from holdfast.format.values import Node, Plain
 from holdfast.interop.megatron_iterations import BACKEND, BACKEND_VERSION, COMMON, CONFIG
-from holdfast.interop.megatron_names import BUCKETS, MASTERS
+from holdfast.interop.megatron_names import BUCKETS, MASTERS, is_of_model
 from holdfast.mapping.megatron_optimizers import MASTER
+from holdfast.phases import LOG
+from holdfast.wording import count
 
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
@@ -49,13 +51,16 @@ _CONFIG: Final = {
 def megatron_folder(choice: ChosenContent, state: StoredState, *, shard_nbytes: int) -> NewFolder:
     """The folder of one iteration for the chosen tensors and values of `state`.
 
-    Raises `IncompatibleError`, code ``incompatible.export``, for tensors that Megatron has no keys for.
+    Raises `IncompatibleError`, code ``incompatible.export``, for tensors that Megatron has no keys for, and for a plain
+    optimizer. The log warns of weights whose names no model of Megatron has.
     """
+    _check_optimizer(choice)
     content = DcpContent(shard_nbytes, None)
     chosen = [one for one in choice.tensors if split(one.names[0])[0] not in _LEFT_OUT]
     scalers = [one for one in chosen if tuple(split(one.names[0])[:2]) == _SCALER]
     written = [one for one in chosen if one not in scalers]
     keys = _keys(written)
+    _tell_of_other_names(written)
     for one in written:
         content.add_tensor([key for name in one.names for key in keys[name]], one.tensor)
     for key, value in dict(_objects(choice, written)).items():
@@ -90,6 +95,32 @@ def _keys(written: Sequence[ChosenTensor]) -> dict[str, list[str]]:
         if MASTER not in found and weight in keys:
             keys[weight].append(f"optimizer.state.{MASTERS[0]}.{key}")
     return keys
+
+
+def _check_optimizer(choice: ChosenContent) -> None:
+    """Refuse an optimizer that numbers its groups, as plain ones do: Megatron finds groups by what tells them apart."""
+    above, nodes = join(_OPTIMIZER, "group_of") + "/", choice.table.nodes
+    if any(name.startswith(above) and isinstance(nodes[name], Plain) for name in choice.values):
+        raise unfit(
+            _OPTIMIZER,
+            "is a plain one, whose parameter groups Megatron does not find",
+            "Choose the weights alone with select='model' (--select model). Or load the run into a live job of "
+            "Megatron with the rule ToMegatron(), save that, and export it.",
+        )
+
+
+def _tell_of_other_names(written: Sequence[ChosenTensor]) -> None:
+    """Warn of weights that a stock job would look for under other names."""
+    names = [one.names[0] for one in written if split(one.names[0])[0] == _MODEL]
+    strange = sorted(name for name in names if not is_of_model(plain_key(split(name)[-1])))
+    if strange:
+        LOG.warning(
+            "%d of %s have names that no model of Megatron-core has, such as %s: Megatron will not find them. Rename "
+            "them with a mapping (--mapping), unless your own model has these names",
+            len(strange),
+            count(len(names), "weight"),
+            shown(strange[0]),
+        )
 
 
 def _objects(choice: ChosenContent, written: Sequence[ChosenTensor]) -> Iterator[tuple[str, object]]:

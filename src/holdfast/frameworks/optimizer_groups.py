@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import os
 from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from holdfast.frameworks import BindingSource, Finish
 from holdfast.frameworks.optimizer_saving import hyper_parameters
 from holdfast.frameworks.quantised_slots import quantised_otherwise
 
+_log = logging.getLogger(__name__)
 #: Keys that torch's schedulers add to the groups of any optimizer.
 _OF_SCHEDULERS = frozenset(("initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"))
 
@@ -82,7 +85,25 @@ def is_other_class(path: str, optimizer: Optimizer, saved: SavedOptimizer, sourc
         source.mark(name)
     elif saved.kind is not None:
         source.missing(name)
+        _tell_of_other_class(path, kind, saved, source)
     return saved.kind not in (None, kind)
+
+
+def _tell_of_other_class(path: str, kind: str, saved: SavedOptimizer, source: BindingSource) -> None:
+    """Say in the log of rank 0 that an optimizer gets the state of another class, and in which precision it goes on:
+    the 8-bit optimizers of bitsandbytes train on with slots of 32 bits."""
+    names = (join(path, "state", parameter, slot) for parameter, slots in saved.slots.items() for slot in slots)
+    stored = (tensor for tensor in map(source.stored, names) if tensor is not None and tensor.shape)
+    dtypes = sorted({tensor.dtype for tensor in stored})
+    if dtypes and os.environ.get("RANK", "0") == "0":
+        _log.warning(
+            "optimizer %r is of class %s here, and gets the state of %s, with slots of %s: it goes on with slots of "
+            "that precision, whatever its own would have",
+            path,
+            kind,
+            saved.kind,
+            " and ".join(dtypes),
+        )
 
 
 def _foreign(optimizer: Optimizer, saved: SavedOptimizer) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Self
 
 import torch
@@ -111,11 +111,8 @@ class _WithoutWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func`, unless it writes to protected memory. Notes refusals."""
-        try:
+        with _noted(self._refused):
             return self._run(func, args, kwargs or {})
-        except IncompatibleError as error:
-            self._refused.append(error)
-            raise
 
     def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = func._schema  # type: ignore[attr-defined]  # noqa: SLF001 - what an operation writes to
@@ -152,11 +149,8 @@ class _WithoutAccess(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run `func`, unless it reaches protected memory. Notes refusals."""
-        try:
+        with _noted(self._refused):
             return self._run(func, args, kwargs or {})
-        except IncompatibleError as error:
-            self._refused.append(error)
-            raise
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in MEMORY_ACCESS:
@@ -171,6 +165,16 @@ class _WithoutAccess(TorchFunctionMode):
                     action=_ACTION,
                 )
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _noted(refused: list[IncompatibleError]) -> Iterator[None]:
+    """A ``with`` block whose refusal is added to `refused`, too: the loader may catch it."""
+    try:
+        yield
+    except IncompatibleError as error:
+        refused.append(error)
+        raise
 
 
 def _writes_besides(func: object) -> IncompatibleError:

@@ -24,6 +24,21 @@ _BUCKET: Final = re.compile(
 _VALUE: Final = re.compile(rf"{_CHAIN}optimizer\.distributed\.dp_group_idx_[0-9]+\.(?P<entry>[^./]+)/shard_[0-9_.]+")
 _RANDOM: Final = re.compile(r"rng_state/shard_([0-9]+)\.([0-9]+)_([0-9]+)\.([0-9]+)")
 
+#: The names of weights in models of Megatron-core: below a part of the model, and in a layer below a part of that.
+_MODEL_PART: Final = re.compile(
+    r"(?:language_model\.|vision_model\.)?"
+    r"(?:embedding|decoder|encoder|output_layer|lm_head|mtp|pooler|binary_head|vision_projection)\..+",
+    re.DOTALL,
+)
+_LAYER_PART: Final = re.compile(r"\.layers\.(?:[0-9]+\.)?([^.]+)")
+_LAYER_PARTS: Final = frozenset(
+    (
+        *("input_layernorm", "self_attention", "pre_cross_attn_layernorm", "cross_attention", "pre_mlp_layernorm"),
+        *("mlp", "norm", "mixer", "enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer"),
+        *("final_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+    )
+)
+
 #: The path of a tensor in a state.
 NamePath = tuple[str, ...]
 
@@ -46,6 +61,12 @@ def tensor_path(key: str) -> NamePath:
         slot = MASTER if found["slot"] in MASTERS else found["slot"]
         return "optimizer", BUCKETS, found["bucket"], slot
     return "model", key
+
+
+def is_of_model(key: str) -> bool:
+    """Whether a weight with this key may be one of a model of Megatron-core."""
+    layer = _LAYER_PART.search(key)
+    return _MODEL_PART.fullmatch(key) is not None and (layer is None or layer[1] in _LAYER_PARTS)
 
 
 def buffer_name(group: str, number: int, dtypes: object) -> str:

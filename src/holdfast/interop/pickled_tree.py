@@ -46,6 +46,14 @@ class PickledTree:
     items: dict[str, TensorItems] = field(default_factory=dict)
     nodes: dict[str, Node | PickleError] = field(default_factory=dict)
 
+    def open_nodes(self, refused: Callable[[str, PickleError], HoldfastError]) -> dict[str, Node | HoldfastError]:
+        """The nodes below a root that is an open dict. What is no value has the error that `refused` makes of its
+        name and the reason."""
+        found = {
+            name: refused(name, each) if isinstance(each, PickleError) else each for name, each in self.nodes.items()
+        }
+        return {**found, "": Open("dict")}
+
 
 class CheckedNodes(Mapping[str, Node]):
     """A table of values of which some cannot be read. A look-up of such a one raises; listing the paths lists it.

@@ -20,7 +20,7 @@ from holdfast.decoding import decode_json
 from holdfast.errors import HoldfastError, StateError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import component, join, rank_component, shown
-from holdfast.format.values import MAX_DEPTH, Node, Open, leaf, same
+from holdfast.format.values import MAX_DEPTH, leaf, same
 from holdfast.geometry import Box, Shape
 from holdfast.interop.deepspeed_layout import FlatParts
 from holdfast.interop.deepspeed_table import TensorTable
@@ -72,11 +72,6 @@ class TorchCheckpointingFormat:
             raise unreadable(path, f"is refused: {error}, so the file may be an attack") from error
         except (PickleError, StateError) as error:
             raise damaged(path, f"is malformed: {error}") from error
-        nodes: dict[str, Node | HoldfastError] = {
-            name: _refused(folder, name, node) if isinstance(node, PickleError) else node
-            for name, node in tree.nodes.items()
-        }
-        nodes[""] = Open("dict")
         digest = xxhash.xxh3_128(data)
         for key, archive in merging.archives.items():
             digest.update(f"{key}\0{archive.digest()}\0".encode(errors="surrogateescape"))
@@ -86,7 +81,7 @@ class TorchCheckpointingFormat:
             list(merging.archives),
             kind=TorchCheckpointingFormat.kind,
             identity=digest.hexdigest(),
-            nodes=CheckedNodes(partial(dict, nodes)),
+            nodes=CheckedNodes(partial(tree.open_nodes, partial(_refused, folder))),
         )
 
 

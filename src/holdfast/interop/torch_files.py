@@ -15,7 +15,7 @@ import xxhash
 from holdfast.errors import HoldfastError
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.names import shown
-from holdfast.format.values import Node, Open
+from holdfast.format.values import Node
 from holdfast.geometry import Int64s
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.given_places import ForeignTensor, GivenPlaces
@@ -134,12 +134,12 @@ def _state(folder: ForeignFolder, saved: Sequence[_SavedFile]) -> ForeignState:
     digest = xxhash.xxh3_128()
     for number, each in enumerate(saved):
         digest.update(f"{each.file}\0{each.nbytes}\0{each.archive.digest()}\0".encode(errors="surrogateescape"))
-        for name, node in each.tree.nodes.items():
+        path = folder.path(each.file)
+        for name, node in each.tree.open_nodes(partial(_refused, path)).items():
             if name and name in nodes:
-                raise damaged(folder.path(each.file), f"holds {shown(name):.200} a second time", tensor=name)
-            nodes[name] = _refused(folder.path(each.file), name, node) if isinstance(node, PickleError) else node
+                raise damaged(path, f"holds {shown(name):.200} a second time", tensor=name)
+            nodes[name] = node
         homes.update((name, _SavedTensor(number, tensor)) for name, tensor in each.tree.tensors.items())
-    nodes[""] = Open("dict")
     aliases = _aliases(homes)
     whole: list[_DividedTensor] = []
     num_parts = 0

@@ -10,7 +10,6 @@ import xxhash
 
 from holdfast.errors import HoldfastError
 from holdfast.format.names import shown
-from holdfast.format.values import Node, Open
 from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged, unreadable
 from holdfast.interop.item_places import item_places
 from holdfast.interop.pickle_machine import PickleError
@@ -56,18 +55,13 @@ class TorchSnapshotFormat:
             raise damaged(path, f"is malformed: {error}") from error
         held = {item.file for tensor in tree.items.values() for _, item in tensor.parts}
         sizes = {file: size for file, size in nbytes.items() if file in held}
-        nodes: dict[str, Node | HoldfastError] = {
-            name: _refused(path, name, node) if isinstance(node, PickleError) else node
-            for name, node in tree.nodes.items()
-        }
-        nodes[""] = Open("dict")
         return ForeignState(
             folder,
             item_places(folder, path, list(tree.items.items()), sizes),
             list(sizes),
             kind=TorchSnapshotFormat.kind,
             identity=xxhash.xxh3_128_hexdigest(data),
-            nodes=CheckedNodes(partial(dict, nodes)),
+            nodes=CheckedNodes(partial(tree.open_nodes, partial(_refused, path))),
         )
 
 

@@ -1,4 +1,5 @@
-"""A writer for work that may run twice, or late: it looks again before it publishes, and never takes a name."""
+"""Writers that do more before they publish. One is for work that may run twice, or late: it looks again before it
+publishes, and never takes a name."""
 
 from __future__ import annotations
 
@@ -8,16 +9,11 @@ from holdfast.errors import StorageError
 from holdfast.store.base import Bytes, FileWriter
 
 
-class CreateOnlyWriter:
-    """A `FileWriter` that calls `check` when all bytes are written, and publishes the file only if that returns.
+class WriterAround:
+    """A `FileWriter` that passes all calls on to another one."""
 
-    `existed` says afterwards that the name was taken: then the bytes were dropped, and the file that is there stays.
-    """
-
-    def __init__(self, writer: FileWriter, check: Callable[[], None]) -> None:
+    def __init__(self, writer: FileWriter) -> None:
         self._writer = writer
-        self._check = check
-        self.existed = False
 
     @property
     def alignment(self) -> int:
@@ -29,16 +25,32 @@ class CreateOnlyWriter:
         self._writer.write_at(offset, data)
 
     def publish(self, nbytes: int) -> None:
-        """As `FileWriter.publish`, but a name that is taken is no error."""
-        self._check()
-        try:
-            self._writer.publish(nbytes)
-        except StorageError as error:
-            if error.code != "storage.exists":
-                raise
-            self._writer.abort()
-            self.existed = True
+        """As `FileWriter.publish`."""
+        self._writer.publish(nbytes)
 
     def abort(self) -> None:
         """As `FileWriter.abort`."""
         self._writer.abort()
+
+
+class CreateOnlyWriter(WriterAround):
+    """A `FileWriter` that calls `check` when all bytes are written, and publishes the file only if that returns.
+
+    `existed` says afterwards that the name was taken: then the bytes were dropped, and the file that is there stays.
+    """
+
+    def __init__(self, writer: FileWriter, check: Callable[[], None]) -> None:
+        super().__init__(writer)
+        self._check = check
+        self.existed = False
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`, but a name that is taken is no error."""
+        self._check()
+        try:
+            super().publish(nbytes)
+        except StorageError as error:
+            if error.code != "storage.exists":
+                raise
+            self.abort()
+            self.existed = True

@@ -578,7 +578,14 @@ class Loading:
     def _compare(self, ranks: Sequence[Names], mine: _BoundLoad) -> Names:
         stored, nodes, options = mine.table.stored, mine.table.nodes, self._options
         try:
-            return compared(ranks, stored, nodes, strict=options.strict, allow_empty=options.allow_empty)
+            return compared(
+                ranks,
+                stored,
+                nodes,
+                strict=options.strict,
+                allow_empty=options.allow_empty,
+                select=options.select(),
+            )
         except IncompatibleError as error:
             if error.code == "incompatible.names" and self._foreign is not None:
                 error.action += names_advice(self._foreign.record.kind)

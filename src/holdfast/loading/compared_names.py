@@ -61,11 +61,13 @@ def compared(
     *,
     strict: bool,
     allow_empty: bool = False,
+    select: Globs | None = None,
 ) -> Names:
     """The names that some rank misses, the names that no rank expects, and the tensors that stay on the meta device on
     some rank.
 
-    `stored` and `nodes` are the checkpoint's tensors and values, after a mapping.
+    `stored` and `nodes` are the checkpoint's tensors and values, after a mapping. `select` has the live names that the
+    load fills.
 
     Raises:
         IncompatibleError: with `strict`, there are such names, or tensors on the meta device that no checkpoint can
@@ -81,9 +83,9 @@ def compared(
         check_matched(option, [rank.unmatched[option] for rank in ranks], where="the live state")
     shapes = {name: shape for rank in ranks for name, shape in rank.missing_shapes.items()}
     if strict and (missing or unexpected):
-        raise difference(missing, unexpected, stored, nodes, shapes)
+        raise difference(missing, unexpected, stored, nodes, shapes, select=select)
     if not strict and not allow_empty and _is_empty(ranks):
-        raise _nothing(difference(missing, unexpected, stored, nodes, shapes))
+        raise _nothing(difference(missing, unexpected, stored, nodes, shapes, select=select))
     unfillable = sorted({name for rank in ranks for name in rank.unfillable})
     if strict:
         check_fillable(unfillable)

@@ -449,7 +449,7 @@ class MappingState:
         subjects = self.subjects()
         containers = {name[:at] for name in subjects for at, letter in enumerate(name) if letter == "/"}
         found = meant(names, [name for name in subjects if name not in containers], below="{x:**}")
-        close = [name for name in found if name != names]
+        close = [name for name in found if name not in (names, "")]
         hint = f"; did you mean {_some(close)}?" if close else "."
         if isinstance(self.value(names), values.PlanesNode):
             hint = ": it is a tensor that consists of planes, which are renamed and dropped together, and not reshaped."

@@ -91,7 +91,8 @@ def bind(
     binder = _Binder(stored, aliases, nodes, terms or Terms(), rank, world_size, device=device)
     binding = binder.run(cast("MutableMapping[str, object]", into))
     if strict and (binding.missing or binding.unexpected):
-        raise difference(binding.missing, binding.unexpected, stored, nodes, binding.missing_shapes)
+        selected = None if terms is None else terms.select
+        raise difference(binding.missing, binding.unexpected, stored, nodes, binding.missing_shapes, select=selected)
     if strict:
         check_fillable(binding.unfillable)
     return binding

@@ -12,12 +12,25 @@ from holdfast.errors import HoldfastError, IncompatibleError
 from holdfast.format import values
 from holdfast.format.names import own_part, parse_component
 from holdfast.format.near import Substitution, near, substitution
-from holdfast.format.values import Encoded, Node, Open, PlanesNode, Stateful, TensorRef, TorchValue
+from holdfast.format.patterns import Globs
+from holdfast.format.values import (
+    Encoded,
+    Node,
+    Open,
+    PerRankNode,
+    PlanesNode,
+    Stateful,
+    TableNode,
+    TensorRef,
+    TorchValue,
+)
 from holdfast.geometry import Shape
 from holdfast.mapping.parts import StoredTensor
 from holdfast.wording import count, with_article
 
 _SHOWN = 10
+#: Most parts of entries that an advice names.
+_PARTS = 5
 #: Numbers of names among which renamed ones are searched, on the live and on the stored side.
 _HINTS = 50
 _HINT_CANDIDATES = 1000
@@ -30,10 +43,13 @@ def difference(
     stored: Mapping[str, StoredTensor],
     nodes: Mapping[str, Node],
     shapes: Mapping[str, Shape],
+    *,
+    select: Globs | None = None,
 ) -> IncompatibleError:
     """The error that lists the names that only one side has; a whole unexpected object is one entry.
 
-    `shapes` are those of the missing tensors: a stored tensor of another shape is not a renamed one.
+    `shapes` are those of the missing tensors: a stored tensor of another shape is not a renamed one. `select` has the
+    live names that the load fills. Stored names that it leaves out may be former names of missing ones.
     """
     shared = {path: node for path, node in _readable(nodes) if not own_part(path)}
     known = [*stored, *(path for path in shared if is_leaf(path, shared))]
@@ -50,7 +66,11 @@ def difference(
         elif entries:
             message += f" {number:,} {what}."
             details += [f"{what}:", *(f"  {line}" for line in _first(entries))]
-    containers = _renamed_containers(missing, unexpected, objects)
+    stored_names = [*known, *(path for path, node in shared.items() if isinstance(node, PerRankNode))]
+    filled = stored_names if select is None else list(filter(select.covers, stored_names))
+    former = [*unexpected, *{*known}.difference(filled)]
+    objects, rest = _collapse(former, known, shared)
+    containers = _renamed_containers(missing, former, objects)
     renamed = [f"{old} -> {new}" for old, new in containers.items()]
     lacking, left = _without(containers, missing, [*objects, *rest])
     renamed += _renamed(lacking, left, stored, shapes)
@@ -61,7 +81,7 @@ def difference(
         code="incompatible.names",
         action=" ".join(
             [
-                _names_action(missing, unexpected, known),
+                _names_action(missing, unexpected, _parts(filled, missing, unexpected, shared)),
                 *_grown(unexpected, known, shared),
                 *(() if missing else _unbuilt(unexpected, stored, nodes)),
             ]
@@ -108,22 +128,54 @@ def _prefixes(parts: Sequence[str]) -> Iterator[Sequence[str]]:
     return (parts[:stop] for stop in range(1, len(parts)))
 
 
-def _names_action(missing: Collection[str], unexpected: Collection[str], known: Collection[str]) -> str:
-    """The advice for names that differ. Where the checkpoint only has additional entries, it is to select the given
-    ones."""
+class _StateParts(NamedTuple):
+    """The largest parts of a state that both sides have whole (`common`), and those of which one side has nothing."""
+
+    common: Sequence[str]
+    others: Sequence[str]
+
+
+def _parts(
+    known: Collection[str], missing: Collection[str], unexpected: Collection[str], nodes: Mapping[str, Node]
+) -> _StateParts:
+    """The parts of a state with the stored names `known`: entries, and entries of dicts below them. None where
+    something that no load takes in parts, such as an optimizer, is not whole, and where a message has no room for the
+    parts of entries."""
     unwanted = set(unexpected)
-    entries = sorted({_entry(name) for name in known if name not in unwanted})
-    lacking = {_entry(name) for name in missing}
-    if missing and not unexpected and entries and lacking.isdisjoint(entries):
-        nothing = ", ".join(repr(entry) for entry in sorted(lacking))
-        return (
-            f"The checkpoint has nothing of {nothing}: load the rest with select={_selected(entries)}, or what both "
-            "have with strict=False."
+    shared, lacking = [name for name in known if name not in unwanted], [*missing, *unexpected]
+    found = _StateParts([], [])
+    for depth in range(1, values.MAX_DEPTH):
+        here, there = ({"/".join(name.split("/")[:depth]) for name in names} for names in (shared, lacking))
+        mixed = here & there
+        found = _StateParts([*found.common, *sorted(here - mixed)], [*found.others, *sorted(there - mixed)])
+        if not mixed and (depth == 1 or max(map(len, found)) <= _PARTS):
+            return found
+        if not mixed or any(path in known or not _is_dict(nodes.get(path)) for path in mixed):
+            break
+        shared, lacking = (
+            [name for name in names if "/".join(name.split("/")[:depth]) in mixed] for names in (shared, lacking)
         )
-    if missing or not entries or not set(entries).isdisjoint(map(_entry, unexpected)):
+    return _StateParts([], [])
+
+
+def _is_dict(node: Node | None) -> bool:
+    """Whether a load may take some of the entries of a container. Rules make names below containers that have no
+    node."""
+    return node is None or isinstance(node, TableNode) or node == Open("dict")
+
+
+def _names_action(missing: Collection[str], unexpected: Collection[str], parts: _StateParts) -> str:
+    """The advice for names that differ. Where one side only has additional parts, it is to select the others."""
+    if not parts.common or (missing and unexpected):
         action = "Give both the same names, map the stored ones with mapping=, or load what both have with strict=False"
         return " ".join([f"{action}.", *_hints(missing, unexpected)])
-    selected = _selected(entries)
+    selected = _selected(parts.common)
+    if missing:
+        nothing = ", ".join(_first([repr(part) for part in parts.others]))
+        return (
+            f"The checkpoint has nothing of {nothing}: load the rest with select={selected}, or what both have with "
+            "strict=False."
+        )
     return f"Load only these entries with select={selected}, add the others, or load what both have with strict=False."
 
 
@@ -139,7 +191,7 @@ def _grown(unexpected: Collection[str], known: Iterable[str], nodes: Mapping[str
     here = {name.rpartition("/")[0] for name in known if name not in lacking}
     for path in sorted({name.rpartition("/")[0] for name in lacking if is_leaf(name, nodes)} & here):
         node = nodes.get(path)
-        if isinstance(node, values.TableNode) and node.kind == "dict" and not values.holds_live(path, nodes):
+        if isinstance(node, TableNode) and node.kind == "dict" and not values.holds_live(path, nodes):
             yield f"If the job fills the dict {path!r} while it trains, load into an empty one: it takes all entries."
             return
 
@@ -149,7 +201,7 @@ def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mappin
     parents = sorted({name.rpartition("/")[0] for name in unexpected if name in stored})
     for path in parents:
         node = nodes.get(path)
-        if isinstance(node, values.TableNode) and all(f"{path}/{key}" in unexpected for key in node.keys):
+        if isinstance(node, TableNode) and all(f"{path}/{key}" in unexpected for key in node.keys):
             yield (
                 f"A load fills tensors and makes none: build the dict {path!r} with its entries before it, each a "
                 "tensor of the saved shape and dtype, such as a clone."
@@ -160,6 +212,14 @@ def _unbuilt(unexpected: Collection[str], stored: Collection[str], nodes: Mappin
 def _hints(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:
     """Explain the names that differ in ways that users often meet."""
     names = {*missing, *unexpected}
+    flat = [name for name in unexpected if "/" not in name]
+    for entry in sorted({_entry(name) for name in missing}):
+        if 2 * sum(f"{entry}/{name}" in missing for name in flat) > len(flat):
+            yield (
+                f"The stored names have no {entry!r} before them. With Rename of holdfast.mapping, "
+                f'mapping=[Rename("{{x:**}}", "{entry}/{{x}}")] puts it there.'
+            )
+            break
     rates = [name.removesuffix("/initial_lr") for name in names if name.endswith("/initial_lr")]
     if rates and not any(f"{group}/lr" in names for group in rates):  # else the whole group is on one side only
         yield "A learning-rate scheduler adds initial_lr to the groups of its optimizer: build it before the load."
