@@ -52,9 +52,14 @@ class Capabilities:
     """The abilities of a store that not all stores have.
 
     `is_mappable`: the path of an object is the path of a file that this process can map into its memory.
+
+    `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
+    were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
+    them raise.
     """
 
     is_mappable: bool = False
+    in_order: bool = False
 
 
 class FileWriter(Protocol):
