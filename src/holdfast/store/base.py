@@ -134,10 +134,11 @@ class Store(Protocol):
     def nbytes(self, key: str) -> int | None:
         """Size of an object, or None where there is none."""
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> list[str]:
         """The names directly below `folder`, sorted; empty where the folder does not exist. ``""`` is the root.
 
-        Temporary names of unpublished objects are left out.
+        Temporary names of unpublished objects are left out. With `limit`, only the first `limit` names; a store whose
+        server sorts them gets them with a number of requests that does not depend on how many others there are.
         """
 
     def create(self, key: str, data: bytes) -> bool:
