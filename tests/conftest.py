@@ -15,6 +15,8 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from holdfast import Memory
+    from tests.support.servers.fault_proxy import FaultProxy
+    from tests.support.servers.s3 import Bucket, MotoServer
 
 # Read when torch is first imported, here and by the rank processes: several of them share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,6 +55,31 @@ def memory(node_dir: Path) -> Memory:
     from holdfast import Memory
 
     return Memory(node_dir=node_dir)
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+    """A server of S3 for all tests of this process."""
+    from tests.support.servers.s3 import MotoServer
+
+    server = MotoServer(tmp_path_factory.mktemp("moto"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(moto: MotoServer) -> Bucket:
+    """An empty bucket of S3; `Bucket.environment` leads clients to it."""
+    return moto.new_bucket()
+
+
+@pytest.fixture
+def proxy(moto: MotoServer) -> Iterator[FaultProxy]:
+    """A proxy of the server of S3, for one test; `bucket.behind(proxy.endpoint)` is the bucket behind it."""
+    from tests.support.servers.fault_proxy import FaultProxy
+
+    with FaultProxy(moto.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.hookimpl(wrapper=True)

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location, Store
+from holdfast.store.object_urls import SCHEMES, object_location, query_of
 from holdfast.store.posix import PosixStore
 from holdfast.store.posix_errors import in_the_way
 from holdfast.store.timed import TimedStore
@@ -23,8 +24,15 @@ _GROUP = "holdfast.stores"
 
 Opener: TypeAlias = Callable[[Location], Store]
 
+
+def _open_objects(location: Location) -> Store:
+    from holdfast.store.objects import ObjectStore  # obstore takes 30 ms to import, and runs threads
+
+    return ObjectStore(location)
+
+
 # One table for the whole process, because `save` and `load` are plain functions. Folders have no scheme and no entry.
-_openers: dict[str, Opener] = {}
+_openers: dict[str, Opener] = dict.fromkeys(SCHEMES, _open_objects)
 
 
 def register_store(scheme: str, opener: Opener) -> None:
@@ -65,13 +73,28 @@ def canonical(location: Location, *, timeout_s: float) -> Location:
 def location_of(path: str) -> Location:
     """The location of the path or URL that a user wrote. Does not access a store.
 
-    A path becomes absolute, with the current ``~`` and working directory; so does a ``file://`` URL.
+    A path becomes absolute, with the current ``~`` and working directory; so does a ``file://`` URL. The query of an
+    object store's URL becomes the options of the location.
 
-    Raises `ConfigurationError`, code ``config.scheme`` for a URL of no known store, and ``config.path`` where the
-    working directory or a user does not exist.
+    Raises `ConfigurationError`, code ``config.scheme`` for a URL of no known store, ``config.path`` where the working
+    directory or a user does not exist, and as `object_location`.
     """
     path = local_path(path)
-    return Location(path.rstrip("/") if SCHEME.match(path) else absolute(path))
+    scheme = SCHEME.match(path)
+    if scheme is None:
+        return Location(absolute(path))
+    return object_location(path) if _is_of_objects(scheme[1]) else Location(path.rstrip("/"))
+
+
+def text_of(location: Location) -> str:
+    """The text by which a user, or another process, names `location`: `location_of` turns it back, except for options
+    that were given to the store of a package."""
+    scheme = SCHEME.match(location.url)
+    return location.url + (query_of(location) if scheme is not None and _is_of_objects(scheme[1]) else "")
+
+
+def _is_of_objects(scheme: str) -> bool:
+    return _openers.get(scheme.lower()) is _open_objects
 
 
 def absolute(path: str) -> str:
@@ -134,13 +157,13 @@ def _unknown(text: str, scheme: str) -> ConfigurationError:
             action="Download it first, as by huggingface-cli download, and name the folder.",
             path=text,
         )
-    return _no_folder(text, f" with {scheme}://, and object stores are not supported yet")
+    return _no_folder(text, f" with {scheme}://, which no installed package opens")
 
 
 def _no_folder(text: str, what: str) -> ConfigurationError:
     return ConfigurationError(
         f"'{text}' is a URL{what}.",
         code="config.scheme",
-        action="Use a folder of a local or shared file system, such as /shared/runs/a.",
+        action="Use a folder of a local or shared file system, such as /shared/runs/a, or s3://, gs:// or az://.",
         path=text,
     )

@@ -1,0 +1,266 @@
+"""Writers of objects: small ones in one conditional request, large ones streamed in parts.
+
+A streamed object is one multipart upload by `obstore.put`, which takes its bytes in order from an iterator and runs in
+a thread of the writer. The parts are views of the caller's own memory where a write is large, so nothing is copied;
+`write_at` returns when obstore has released them. Smaller writes are collected in a buffer for each part.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Final, Self
+
+import numpy as np
+import obstore
+
+from holdfast.store.base import Bytes
+from holdfast.store.object_client import ObjectClient
+from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, exists, reported
+
+#: S3 allows 10,000 parts; fewer leave room for objects that grow a little.
+_MAX_PARTS: Final = 9_000
+PART_NBYTES: Final = 16 << 20
+#: Bound for the parts of one object that are under way at a time.
+_IN_FLIGHT_NBYTES: Final = 128 << 20
+#: Longest wait for an upload to be aborted.
+_ABORT_S: Final = 10.0
+#: The name of an attribute by which a writer recognises its object. Azure allows only letters and digits.
+_ATTRIBUTE: Final = "holdfastupload"
+
+
+class UploadAbortedError(Exception):
+    """The upload was aborted while a thread was in `write_at`; whoever aborted it knows why."""
+
+
+class WholeObjectWriter:
+    """A `FileWriter` of an object of a few megabytes, which appears by one conditional request: `create` makes it, or
+    returns False where its key is taken."""
+
+    alignment = 1
+
+    def __init__(self, path: str, create: Callable[[Bytes], bool], *, nbytes: int) -> None:
+        self._path = path
+        self._create = create
+        self._data = np.zeros(nbytes, np.uint8)
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """As `FileWriter.write_at`, in any order."""
+        self._data[offset : offset + len(data)] = data
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`."""
+        if not self._create(self._data[:nbytes]):
+            raise exists(self._path)
+
+    def abort(self) -> None:
+        """As `FileWriter.abort`."""
+        self._data = np.zeros(0, np.uint8)
+
+
+class StreamedObjectWriter:
+    """A `FileWriter` of a large object, which must be written in order: a `write_at` waits until all bytes before it
+    were written. So of concurrent writes, the first must be under way. `abort` makes those that wait raise.
+
+    Extra memory is one part for each part under way, and only where writes are smaller than half a part.
+    """
+
+    alignment = 1
+
+    def __init__(
+        self, client: ObjectClient, key: str, path: str, *, nbytes: int, part_nbytes: int = PART_NBYTES
+    ) -> None:
+        self._client, self._key, self._path = client, key, path
+        self._part_nbytes = max(part_nbytes, -(-nbytes // _MAX_PARTS))
+        self._num_parts = min(max(_IN_FLIGHT_NBYTES // self._part_nbytes, 2), 8)
+        self._token = secrets.token_hex(16)
+        self._changed = threading.Condition()
+        self._next = 0
+        #: Pieces that obstore has not taken yet; the pieces of each part add up to exactly one part.
+        self._pieces: deque[memoryview] = deque()
+        #: The buffer that holds the first `_num_kept` bytes of the next part.
+        self._kept: Bytes | None = None
+        self._num_kept = 0
+        self._spare: list[Bytes] = []
+        self._num_buffers = 0
+        #: Weak references to pieces that obstore may still read, by number.
+        self._held: dict[int, weakref.ref[memoryview]] = {}
+        self._numbers = count()
+        self._is_complete = False
+        self._is_aborted = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def write_at(self, offset: int, data: Bytes) -> None:
+        """As `FileWriter.write_at`: `data` may be changed again after the return."""
+        mine: list[int] = []
+        with self._changed:
+            self._wait(lambda: self._next == offset)
+            self._start()
+            taken = 0
+            while taken < len(data):
+                taken += self._take(data[taken:], mine)
+            self._next = offset + len(data)
+            self._changed.notify_all()
+            self._wait(lambda: self._held.keys().isdisjoint(mine))
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`. Only the bytes that fill no whole part can be cut off."""
+        surplus = self._next - nbytes
+        if not 0 <= surplus <= self._num_kept:
+            raise ValueError(f"{self._next} bytes were written: an object of {nbytes} cannot be made of them")
+        with reported("publish", self._path):
+            if self._found() is not None:
+                raise exists(self._path)
+        with self._changed:
+            self._start()
+            self._num_kept -= surplus
+            self._push_kept()
+            self._is_complete = True
+            self._changed.notify_all()
+        assert self._thread is not None
+        self._thread.join()
+        if self._error is not None and not self._was_published():
+            raise self._failure()
+
+    def abort(self) -> None:
+        """As `FileWriter.abort`. Waits some seconds at most until obstore has given up the upload."""
+        with self._changed:
+            self._is_aborted = True
+            self._pieces.clear()
+            self._changed.notify_all()
+        if self._thread is not None and os.getpid() == self._client.pid:
+            self._thread.join(_ABORT_S)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> memoryview:
+        """The next piece; obstore calls it. Blocks until there is one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._pieces or self._is_complete or self._is_aborted)
+            if self._is_aborted:
+                raise UploadAbortedError
+            if not self._pieces:
+                raise StopIteration
+            return self._pieces.popleft()
+
+    def _take(self, data: Bytes, mine: list[int]) -> int:
+        """Take the first bytes of `data`: whole parts and large ends of parts as views, the rest as a copy. Returns how
+        many."""
+        room = self._part_nbytes - self._num_kept
+        if len(data) >= room and 2 * room >= self._part_nbytes:
+            self._push_kept()
+            mine.append(self._push(data[:room].data, None))
+            return room
+        taken = min(room, len(data))
+        if self._kept is None:
+            self._wait(lambda: self._spare or self._num_buffers <= self._num_parts)
+            self._kept = self._spare.pop() if self._spare else self._new_buffer()
+        self._kept[self._num_kept : self._num_kept + taken] = data[:taken]
+        self._num_kept += taken
+        if self._num_kept == self._part_nbytes:
+            self._push_kept()
+        return taken
+
+    def _new_buffer(self) -> Bytes:
+        self._num_buffers += 1
+        return np.empty(self._part_nbytes, np.uint8)
+
+    def _push_kept(self) -> None:
+        if self._kept is not None:
+            if self._num_kept:
+                self._push(self._kept[: self._num_kept].data, self._kept)
+            else:
+                self._spare.append(self._kept)
+        self._kept, self._num_kept = None, 0
+
+    def _push(self, piece: memoryview, buffer: Bytes | None) -> int:
+        """Give `piece` to obstore, and return its number. When obstore has released it, its `buffer` is used again."""
+        number = next(self._numbers)
+
+        def released(_: weakref.ref[memoryview]) -> None:
+            with self._changed:
+                del self._held[number]
+                if buffer is not None:
+                    self._spare.append(buffer)
+                self._changed.notify_all()
+
+        self._held[number] = weakref.ref(piece, released)
+        self._pieces.append(piece)
+        self._changed.notify_all()
+        return number
+
+    def _wait(self, is_so: Callable[[], object]) -> None:
+        """Wait, with the lock, until `is_so`. Raises if the upload has failed or was aborted."""
+        self._changed.wait_for(lambda: is_so() or self._is_aborted or self._error is not None)
+        if self._error is not None and not self._is_aborted:
+            raise self._failure()
+        if self._is_aborted:
+            raise UploadAbortedError
+
+    def _start(self) -> None:
+        if self._thread is None:
+            bucket = self._client.data  # first, because it raises in a forked process
+
+            def upload() -> None:
+                try:
+                    obstore.put(
+                        bucket,
+                        self._key,
+                        self,
+                        chunk_size=self._part_nbytes,
+                        max_concurrency=self._num_parts,
+                        attributes={_ATTRIBUTE: self._token},
+                    )
+                except BaseException as error:  # noqa: BLE001 - raised to whoever writes
+                    self._fail(error)
+
+            self._thread = threading.Thread(target=upload, name="holdfast-upload", daemon=True)
+            _uploads.add(self)
+            self._thread.start()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = error
+            self._pieces.clear()
+            self._changed.notify_all()
+
+    def _failure(self) -> BaseException:
+        assert self._error is not None
+        if isinstance(self._error, OBSTORE_ERRORS):
+            return error_for("write", self._path, self._error)
+        return self._error
+
+    def _found(self) -> str | None:
+        """The token of the writer that published the object; None where there is no object."""
+        try:
+            found = obstore.get(self._client.records, self._key, options={"head": True})
+        except FileNotFoundError:
+            return None
+        return str(found.attributes.get(_ATTRIBUTE, ""))
+
+    def _was_published(self) -> bool:
+        """Whether the object is there in spite of an error: the answer to its last request may have been lost."""
+        with suppress(*OBSTORE_ERRORS):
+            return self._found() == self._token
+        return False
+
+
+_uploads: weakref.WeakSet[StreamedObjectWriter] = weakref.WeakSet()
+
+
+def _end_uploads() -> None:
+    """Abort what is under way when the process ends: threads of obstore must not wait for a Python that is gone."""
+    for writer in list(_uploads):
+        writer.abort()
+
+
+atexit.register(_end_uploads)

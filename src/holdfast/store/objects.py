@@ -1,0 +1,247 @@
+"""Objects in the buckets of Amazon S3, Google Cloud Storage and Azure Blob Storage, through obstore.
+
+Small objects, such as records, are created by conditional requests, so that one of several writers wins. Large ones are
+streamed under names that no other writer uses. An answer that was lost on its way looks like a lost race: `create`
+reads the object back, and compares.
+"""
+
+from __future__ import annotations
+
+import builtins
+import random
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+import obstore
+
+from holdfast.store.base import Bytes, Capabilities, FileWriter, Location
+from holdfast.store.object_client import ObjectClient, client_of
+from holdfast.store.object_errors import (
+    OBSTORE_ERRORS,
+    changed,
+    error_for,
+    is_definite,
+    is_out_of_range,
+    not_found,
+    reported,
+)
+from holdfast.store.object_urls import ObjectPlace
+from holdfast.store.object_writer import PART_NBYTES, StreamedObjectWriter, WholeObjectWriter
+from holdfast.store.posix_errors import long, short
+
+#: Longest time, in seconds, in which a creation whose outcome is not known is repeated.
+_CREATE_BUDGET_S: Final = 40.0
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+#: The chunks in which the body of an answer arrives: larger ones are put together from smaller ones, by one more copy.
+_CHUNK_NBYTES: Final = 256 << 10
+
+
+class ObjectStore:
+    """The objects below one key of a bucket.
+
+    Objects are created once and never changed. `create` and `FileWriter.publish` return when the object is durable.
+    Objects of more than `part_nbytes` are written in order, from the first byte to the last. All calls but those of
+    `path` raise `ConfigurationError`, code ``config.forked``, in a process that was forked from the one that opened
+    the store.
+    """
+
+    capabilities = Capabilities(in_order=True)
+
+    def __init__(self, location: Location, *, part_nbytes: int = PART_NBYTES) -> None:
+        self.location = location
+        self._place = ObjectPlace.of(location)
+        self._client = client_of(location)
+        self._part_nbytes = part_nbytes
+
+    def resolved(self) -> str:
+        """The URL of the root, and the address of its server where that is not the cloud's own."""
+        return self.location.url + (f" at {self._client.endpoint}" if self._client.endpoint else "")
+
+    def path(self, key: str) -> str:
+        """The URL of `key`, without options."""
+        for name in key.split("/"):
+            if name in ("", ".", ".."):
+                raise ValueError(f"{key!r} is not a key: use a relative name without empty, '.' and '..' parts")
+        return f"{self.location.url}/{key}"
+
+    def read(self, key: str, *, start: int = 0, nbytes: int | None = None, limit: int | None = None) -> bytes:
+        """As `Store.read`."""
+        path = self.path(key)
+        if nbytes == 0:
+            self._size(key)
+            return b""
+        options: obstore.GetOptions = {}
+        if nbytes is not None:
+            options["range"] = (start, start + nbytes)
+        elif start:
+            options["range"] = {"offset": start}
+        with reported("read", path):
+            try:
+                result = obstore.get(self._client.records, self._place.key(key), options=options)
+            except OBSTORE_ERRORS as error:
+                if not is_out_of_range(error):
+                    raise
+                found = self._size(key)
+                if nbytes is None:
+                    return b""
+                raise short(path, start=start, wanted=nbytes, found=max(found - start, 0)) from error
+            if limit is not None and result.meta["size"] > limit:
+                raise long(path, limit=limit, found=result.meta["size"])
+            data = bytes(result.bytes())
+        if nbytes is not None and len(data) < nbytes:
+            raise short(path, start=start, wanted=nbytes, found=len(data))
+        return data
+
+    def nbytes(self, key: str) -> int | None:
+        """As `Store.nbytes`."""
+        with reported("look at", self.path(key)):
+            try:
+                return obstore.head(self._client.records, self._place.key(key))["size"]
+            except FileNotFoundError:
+                return None
+
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
+        """As `Store.list`."""
+        path = self.path(folder) if folder else self.location.url
+        prefix = self._place.key(folder)
+        with reported("list", path):
+            if limit is not None and (names := self._first_names(prefix, limit)) is not None:
+                return names
+            found = obstore.list_with_delimiter(self._client.records, prefix or None)
+        keys = (*(each["path"] for each in found["objects"]), *found["common_prefixes"])
+        return sorted({key.rstrip("/").rpartition("/")[2] for key in keys} - {""})[:limit]
+
+    def create(self, key: str, data: bytes) -> bool:
+        """As `Store.create`. An object with the same bytes counts as created by this call where its own request may
+        have been served without an answer."""
+        return self._created(key, np.frombuffer(data, np.uint8))
+
+    def writer(self, key: str, *, nbytes: int) -> FileWriter:
+        """As `Store.writer`; no space is reserved."""
+        path = self.path(key)
+        if nbytes <= self._part_nbytes:
+            self._client.check()
+            return WholeObjectWriter(path, lambda data: self._created(key, data), nbytes=nbytes)
+        full = self._place.key(key)
+        return StreamedObjectWriter(self._client, full, path, nbytes=nbytes, part_nbytes=self._part_nbytes)
+
+    def reader(self, key: str) -> ObjectReader:
+        """As `Store.reader`. What it reads is the object that is there now, or an error."""
+        return ObjectReader(self._client, self._place.key(key), self.path(key))
+
+    def delete(self, key: str) -> bool:
+        """As `Store.delete`. Of several calls at once, more than one may return True."""
+        if self.nbytes(key) is None:
+            return False
+        with reported("delete", self.path(key)):
+            try:
+                obstore.delete(self._client.records, self._place.key(key))
+            except FileNotFoundError:
+                return False
+        return True
+
+    def leftovers(self, folder: str, *, older_than_s: float = 0.0) -> builtins.list[str]:
+        """Always empty: obstore does not list uploads that were begun and never ended. A rule of the bucket deletes
+        them (``AbortIncompleteMultipartUpload`` of S3)."""
+        return []
+
+    def _first_names(self, prefix: str, limit: int) -> builtins.list[str] | None:
+        """The first `limit` names below `prefix`, by one request. None where the server does not sort them, or where
+        there are folders among them, which sort by other rules than keys."""
+        pages = obstore.list(self._client.records, prefix or None, chunk_size=limit)
+        keys = [each["path"] for each in next(iter(pages), ())]
+        names = [key.removeprefix(f"{prefix}/" if prefix else "") for key in keys]
+        is_flat = not any("/" in name for name in names)
+        return names[:limit] if is_flat and names == sorted(names) else None
+
+    def _size(self, key: str) -> int:
+        found = self.nbytes(key)
+        if found is None:
+            raise not_found(self.path(key))
+        return found
+
+    def _created(self, key: str, data: Bytes) -> bool:
+        path, full = self.path(key), self._place.key(key)
+        may_be_ours = False
+        for pause_s in _pauses():
+            try:
+                obstore.put(self._client.once, full, data.data, mode="create", use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError as error:
+                failure: Exception = error
+            except OBSTORE_ERRORS as error:
+                if is_definite(error):
+                    raise error_for("create", path, error) from error
+                failure, may_be_ours = error, True
+            else:
+                return True
+            # A lost answer looks like a lost race, and so does a request that the server refused because of another one
+            # at the same moment. What is there now decides.
+            found = self._found(full)
+            if found is not None:
+                return may_be_ours and found == data.tobytes()
+            if pause_s is None:
+                raise error_for("create", path, failure) from failure
+            time.sleep(pause_s)
+        raise AssertionError("the last pause is None")
+
+    def _found(self, full: str) -> bytes | None:
+        """The bytes of an object; None where there is none, or the server does not say."""
+        try:
+            return bytes(obstore.get(self._client.records, full).bytes())
+        except OBSTORE_ERRORS:
+            return None
+
+
+class ObjectReader:
+    """An open object, see `FileReader`: the version that was there at the opening."""
+
+    alignment = 1
+    memory = None
+
+    def __init__(self, client: ObjectClient, key: str, path: str) -> None:
+        self._client, self._key, self._path = client, key, path
+        with reported("open", path):
+            found = obstore.head(client.records, key)
+        self.nbytes = found["size"]
+        self._etag = found["e_tag"]
+
+    def read_at(self, offset: int, out: Bytes) -> None:
+        """As `FileReader.read_at`. Raises `CorruptError`, code ``corrupt.changed``, where the object was replaced."""
+        stop = offset + len(out)
+        if stop > self.nbytes:
+            raise short(self._path, start=offset, wanted=len(out), found=max(self.nbytes - offset, 0))
+        if not len(out):
+            return
+        options: obstore.GetOptions = {"range": (offset, stop)}
+        if self._etag is not None:
+            options["if_match"] = self._etag
+        with reported("read", self._path):
+            try:
+                done = self._fill(out, options)
+            except (obstore.exceptions.PreconditionError, FileNotFoundError) as error:
+                raise changed(self._path) from error
+        if done < len(out):
+            raise short(self._path, start=offset, wanted=len(out), found=done)
+
+    def close(self) -> None:
+        """Does nothing: nothing is held between two requests."""
+
+    def _fill(self, out: Bytes, options: obstore.GetOptions) -> int:
+        done = 0
+        for chunk in obstore.get(self._client.data, self._key, options=options).stream(min_chunk_size=_CHUNK_NBYTES):
+            out[done : done + len(chunk)] = np.frombuffer(chunk, np.uint8)
+            done += len(chunk)
+        return done
+
+
+def _pauses() -> Iterator[float | None]:
+    """Pauses between tries, in seconds, with jitter; None after the last one."""
+    end_s = time.monotonic() + _CREATE_BUDGET_S
+    pause_s = _FIRST_PAUSE_S
+    while time.monotonic() + pause_s < end_s:
+        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - it spreads requests, and protects nothing
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    yield None
