@@ -49,11 +49,6 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(autouse=True)
-def _record_for_each_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 0)
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     imported(write_source(tmp_path / "source"), tmp_path / "run")
@@ -88,7 +83,6 @@ def begun(source: str, run: str, number: int, at: float) -> None:
 
 def begun_export(run: str, folder: str, number: int, at: float) -> None:
     """Begin an export, and die in one of its files."""
-    file_tasks._RECORD_NBYTES = 0  # type: ignore[misc]
     die_in_file(number, at)
     exported(Path(run), Path(folder), "hf")
 

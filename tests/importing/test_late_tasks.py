@@ -78,15 +78,16 @@ class InterruptedPool(ThreadPoolExecutor):
     def halt(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
         """Halt the second task when it calls the function, or, where that looks at a file, when it has looked."""
         work, caller, calls = getattr(owner, name), get_ident(), list[int]()
+        is_write = name.startswith("write_")
 
         def halting(*args: Any, **kwargs: Any) -> Any:
-            found = None if name == "write_file" else work(*args, **kwargs)
+            found = None if is_write else work(*args, **kwargs)
             if get_ident() != caller and (name != "nbytes" or "/data-" in args[1]):
                 calls.append(1)
                 if len(calls) == 2:
                     self.halted.set()
                     assert self.go.wait(WAIT_S)
-            return work(*args, **kwargs) if name == "write_file" else found
+            return work(*args, **kwargs) if is_write else found
 
         monkeypatch.setattr(owner, name, halting)
 
@@ -133,7 +134,7 @@ def test_a_source_that_is_replaced_while_workers_run_is_an_error_and_no_mixture(
         holdfast.open(tmp_path / "run")
 
 
-@pytest.mark.parametrize("at", [(FilesTask, "_is_sound"), (file_tasks, "write_file")])
+@pytest.mark.parametrize("at", [(FilesTask, "_is_sound"), (file_tasks, "write_together")])
 @pytest.mark.parametrize("is_other", [False, True], ids=["same export", "another export"])
 def test_a_task_of_an_interrupted_export_does_not_touch_the_files_of_a_later_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: tuple[Any, str], is_other: bool

@@ -48,8 +48,8 @@ def imported(source: Path, run: Path, executor: Executor | None = None, **option
 def exported(
     run: Path, folder: Path, to: str, executor: Executor | None = None, **options: Any
 ) -> holdfast.ExportReport:
-    """Export `run` into six files with a task for each."""
-    with patch.object(file_tasks, "_TASK_NBYTES", 0):
+    """Export `run` into six files with a task and a record for each."""
+    with patch.object(file_tasks, "_TASK_NBYTES", 0), patch.object(file_tasks, "_RECORD_NBYTES", 0):
         return holdfast.export(run, folder, to, shard_nbytes=NBYTES, executor=executor, **options)
 
 
