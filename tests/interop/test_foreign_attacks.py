@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import holdfast
 from holdfast.interop import pickled_tree
+from holdfast.interop.foreign_format import ForeignState
 from holdfast.interop.pickle_machine import PickleError, unpickled
 from holdfast.interop.pickled_tree import nodes_of
 from holdfast.interop.safetensors_header import decode_header
 from holdfast.interop.torch_globals import ARCHIVE_GLOBALS
+from holdfast.io.jobs import DataFile
 from holdfast.mapping import Rename
 from tests.interop.test_dcp import metadata_of, write
 from tests.interop.torch_archives import rewrite
@@ -291,6 +293,33 @@ def test_a_file_that_was_written_again_after_it_was_opened_gives_no_other_tensor
     save({"a": torch.ones(2, 2) * 5, "c": torch.ones(2, 2) * 7})
     with pytest.raises(holdfast.CorruptError):
         view["b"][...]
+
+
+@pytest.mark.parametrize("read", ["load", "view"])
+def test_a_file_that_was_written_again_in_place_while_it_was_read_gave_old_and_new_elements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
+    os.utime(path, (1, 1))
+    view, open_file = holdfast.open(path), ForeignState.open_file
+
+    def opened(*arguments: Any, **options: Any) -> DataFile:
+        file = open_file(*arguments, **options)
+        with path.open("r+b") as other:  # another job has come as far as the last tensor
+            other.seek(-16, os.SEEK_END)
+            other.write(torch.ones(4).numpy().tobytes())
+        return file
+
+    monkeypatch.setattr(ForeignState, "open_file", opened)
+    live = {"a": torch.full((4,), 9.0), "b": torch.full((4,), 9.0)}
+    with pytest.raises(holdfast.CorruptError, match="was replaced or changed after it was opened") as caught:
+        view["b"][...] if read == "view" else holdfast.load(path, live)
+    assert caught.value.code == "corrupt.foreign"
+    if read == "load":
+        with pytest.raises(holdfast.ConfigurationError) as partly:
+            holdfast.save(tmp_path / "run", live, 1)
+        assert partly.value.code == "config.partly_filled"
 
 
 def test_a_tensor_and_a_value_of_one_path_are_refused(folder: Path) -> None:

@@ -129,6 +129,8 @@ def refused(folder: Path) -> holdfast.HoldfastError:
     [
         ("zero1-two", "zero/up.bias/fp32.pt", "zero/up.bias/fp32.pt is missing"),
         ("zero1-two", "zero/up.bias/exp_avg_sq.pt", "zero/up.bias/exp_avg_sq.pt is missing"),
+        ("zero1-two", "zero/up.bias/step.pt", "zero/up.bias/step.pt is missing"),
+        ("zero3-two", "zero/mid.0.weight/exp_avg_sq.pt", "zero/mid.0.weight/exp_avg_sq.pt is missing"),
         ("zero1-two", "zero/gain", "zero/gain/fp32.pt is missing"),
         ("zero3-two", "zero/optimizer_state.pt", "zero/optimizer_state.pt is missing"),
         (

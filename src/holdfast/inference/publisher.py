@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -36,8 +37,12 @@ from holdfast.inference.worker import (
     move,
     wrong_number,
 )
+from holdfast.interop.formats import find_state
+from holdfast.interop.stored_source import StoredSource
 from holdfast.phases import attempt, done, told
 from holdfast.publishing import TransferSource
+from holdfast.run.leases import leased
+from holdfast.run.paths import parse
 from holdfast.wording import count
 
 T = TypeVar("T")
@@ -165,19 +170,21 @@ class Publisher:
         """Send the weights as they are now, and return when every engine shows them. Collective; do not change the
         weights before it returns.
 
-        `version` is the label that the engines give it. An engine shows a version only when all its workers have all of
+        `version` is the label that the engines give it. Of a run in `StoredWeights`, all workers read the checkpoint
+        that is its head when this is called. An engine shows a version only when all its workers have all of
         it: where the trainer, a worker or the network fails before, the engine goes on with the last version.
         """
         deadline = Deadline(self._timeout_s)
         channel = default_channel(_LABEL, self._group, deadline=deadline)
-        channel.confirm("start", attempt(self._start), deadline)
-        stored = self._weights if isinstance(self._weights, StoredWeights) else None
-        update = VersionUpdate() if stored is None else VersionUpdate(str(stored.path), stored.under)
-        calls = [
-            EngineCall(engine, "update_weights", _with(client.update_weights, update))
-            for engine, client in enumerate(self._clients if self._rank == 0 else ())
-        ]
-        moved = self._beside(calls, self._move, channel, deadline)
+        with ExitStack() as held:
+            started = attempt(lambda: self._start(held))
+            channel.confirm("start", started, deadline)
+            update = done(started)
+            calls = [
+                EngineCall(engine, "update_weights", _with(client.update_weights, update))
+                for engine, client in enumerate(self._clients if self._rank == 0 else ())
+            ]
+            moved = self._beside(calls, self._move, channel, deadline)
         channel.confirm("finish", attempt(lambda: self._finish(version)), deadline)
         needs = self.needs
         return PublishReport(
@@ -190,9 +197,11 @@ class Publisher:
         ranks = all_ranks(self._ranks, sum(self._num_workers))
         return move(self._meeting, ranks, {LIVE: self._weights}, None, self._timeout_s, self._kept)
 
-    def _start(self) -> None:
+    def _start(self, held: ExitStack) -> VersionUpdate:
+        """Have all engines begin a version. Returns the update for their workers. `held` keeps its checkpoint."""
         if self._rank != 0:
-            return
+            return VersionUpdate()
+        update = _stored_update(self._weights, held) if isinstance(self._weights, StoredWeights) else VersionUpdate()
         for engine, client in enumerate(self._clients):
             if self._is_open[engine]:
                 EngineCall(engine, "update_weights", _with(client.update_weights, VersionUpdate(drop=True))).check()
@@ -200,6 +209,7 @@ class Publisher:
                 self._is_open[engine] = False
             EngineCall(engine, "start_weight_update", client.start_weight_update).check()
             self._is_open[engine] = True
+        return update
 
     def _finish(self, version: str | None) -> None:
         if self._rank == 0:
@@ -249,6 +259,16 @@ def _offered(
         )
     store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)  # noqa: S104 - workers are on other machines
     return _Address(host or own_host(), store.port, tuple(num_workers)), store
+
+
+def _stored_update(weights: StoredWeights, held: ExitStack) -> VersionUpdate:
+    """The update that has all workers read the checkpoint that `weights` names now, which stays until `held` ends."""
+    found = find_state(parse(weights.path))
+    lease = None if found.located is None else leased(found.located)
+    if lease is not None:
+        held.callback(lease.end)
+    source = StoredSource.of(found.state)
+    return VersionUpdate(source.path, weights.under, source.identity, source.shared_fingerprint)
 
 
 def _first(result: object, errors: Sequence[HoldfastError], given_up: Mapping[int, Exception]) -> Exception | None:

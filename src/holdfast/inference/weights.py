@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import holdfast.view
+from holdfast.errors import IncompatibleError
 from holdfast.geometry import Shape
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Location
@@ -54,16 +55,30 @@ class WeightTable(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a checkpoint: `path` as `load` takes it, and the part of the state that has them (`under`)."""
+    """The weights of a checkpoint: `path` as `load` takes it, and the part of the state that has them (`under`). Empty,
+    `under` is the whole state, as of a Hugging Face folder.
+
+    If `path` is a run, each `publish` sends the checkpoint that is its head then.
+    """
 
     path: str | os.PathLike[str] | Location
     under: str = "model"
 
     def table(self) -> list[PublishedTensor]:
-        """The tensors of that part, by their names in it. Reads no tensor."""
-        prefix = f"{self.under}/"
+        """The tensors of that part, by their names in it. Reads no tensor.
+
+        Raises `IncompatibleError`, code ``incompatible.select``, where there are none.
+        """
+        prefix = f"{self.under}/" if self.under else ""
         stored = holdfast.view.open(self.path)
         names = [name for name in stored.names() if name.startswith(prefix)]
+        if not names:
+            raise IncompatibleError(
+                f"'{self.path}' holds no tensors below {self.under!r}.",
+                code="incompatible.select",
+                action="Name the part of the state that has the weights; `holdfast show` lists the names. "
+                'under="" is the whole state, as of a folder of Hugging Face.',
+            )
         return [
             PublishedTensor(name.removeprefix(prefix), _dtype(view.dtype), view.shape)
             for name in names

@@ -20,12 +20,13 @@ from holdfast.geometry import Box
 from holdfast.inference.engine_members import EngineMembers
 from holdfast.inference.needs import EngineNeeds, LoadWeights, StagedVersion, discover, disjoint
 from holdfast.inference.weights import LIVE, PublishedTensor, WeightTable
+from holdfast.interop.stored_source import StoredSource
 from holdfast.loading import load_over
 from holdfast.loading.load_options import LoadOptions
 from holdfast.phases import attempt, told
 from holdfast.publishing import TransferSource, transfer_over
 from holdfast.reports import LoadReport
-from holdfast.run.paths import parse
+from holdfast.run.paths import Selection, parse
 from holdfast.wording import count
 
 
@@ -48,11 +49,15 @@ class UpdateStart(msgspec.Struct, frozen=True):
 class VersionUpdate(msgspec.Struct, frozen=True):
     """The message of a publisher with `update_weights`: the checkpoint to read, and the part of it with the weights.
 
-    Without a path, the weights come from the trainer. With `drop`, nothing comes, and the open update shows nothing.
+    All workers must find the checkpoint that the trainer has found: `path` names its place in a run, and `identity` and
+    `fingerprint` are its own. Without a path, the weights come from the trainer. With `drop`, nothing comes, and the
+    open update shows nothing.
     """
 
     path: str | None = None
     under: str = ""
+    identity: str = ""
+    fingerprint: str = ""
     drop: bool = False
 
 
@@ -175,7 +180,8 @@ class InferenceWorker:
         if update.drop:
             return
         if update.path is not None:
-            loaded = attempt(lambda: self._loaded(staged, update.path or "", update.under, timeout_s))
+            target = parse(update.path)
+            loaded = attempt(lambda: self._loaded(staged, target, update, timeout_s))
             moved = told(loaded, lambda report: MovedBytes(report.read_nbytes, report.needed_nbytes))
             agree_on_bytes(group, moved, timeout_s)
         else:
@@ -183,11 +189,15 @@ class InferenceWorker:
             move(group, ranks, None, {LIVE: staged.target()}, timeout_s, self._kept)
         staged.is_whole = True
 
-    def _loaded(self, staged: StagedVersion, path: str, under: str, timeout_s: float) -> LoadReport:
+    def _loaded(self, staged: StagedVersion, target: Selection, update: VersionUpdate, timeout_s: float) -> LoadReport:
         """Load the parts of a checkpoint. Not collective: the job of a worker may have a process group with others."""
         alone = Channel(None, rank=0, world_size=1, label="load")
-        options = LoadOptions(select=under)
-        return load_over(alone, Deadline(timeout_s), parse(path), {under: staged.target()}, options, ranks=(0,))
+        options = LoadOptions(select=update.under or None, ignores_unexpected=not update.under)
+        into = {update.under: staged.target()} if update.under else staged.target()
+        report = load_over(alone, Deadline(timeout_s), target, into, options, ranks=(0,))
+        # After the load: a checkpoint of another system that was replaced before it is another one now, too.
+        StoredSource(target.location, target.place, update.identity, "", update.fingerprint).open().check_unchanged()
+        return report
 
     def finish(self) -> None:
         """Show the version that has arrived whole; without one, keep the last."""

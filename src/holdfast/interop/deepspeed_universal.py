@@ -72,6 +72,7 @@ class _UniversalOpening:
         of_model = set(values.tensors)
         kind = model.option("optimizer", "type", default="")
         values.add_optimizer(optim, [list(group) for group in groups], kind=kind if isinstance(kind, str) else "")
+        self._check_atoms([name for group in groups for name in group])
         for flat, group in enumerate(groups):
             self._add_group(group, optim.slots[flat].get(_STEP), values)
         trained = frozenset(chain.from_iterable(groups))
@@ -101,19 +102,24 @@ class _UniversalOpening:
                 group.update(found)
         return groups
 
-    def _add_group(self, group: Mapping[str, Shape], common: object, values: FoundValues) -> None:
-        """Add the master weights and the slots of a group. `common` is a count of steps for parameters without one."""
-        atoms = {name: self._files.atoms.get(name, {}) for name in group}
-        slots = sorted({slot for each in atoms.values() for slot in each} - {_MASTER, _STEP})
-        missing = [f"zero/{name}/{slot}.pt" for name in group for slot in (_MASTER, *slots) if slot not in atoms[name]]
+    def _check_atoms(self, names: Sequence[str]) -> None:
+        """Refuse a folder in which some trained parameters lack a file that others have: one optimizer wrote them."""
+        atoms = self._files.atoms
+        found = {slot for name in names for slot in atoms.get(name, {})}
+        slots = (_MASTER, *sorted(found - {_MASTER}))
+        missing = [f"zero/{name}/{slot}.pt" for name in names for slot in slots if slot not in atoms.get(name, {})]
         if missing:
             details = [f"{name} is missing" for name in missing[:5]]
             what = f"lacks files of parameters, such as {missing[0]:.300}"
             raise damaged(self._files.root, what, action="Copy the folder again, or convert it again.", details=details)
+
+    def _add_group(self, group: Mapping[str, Shape], common: object, values: FoundValues) -> None:
+        """Add the master weights and the slots of a group. `common` is a count of steps for parameters without one."""
+        atoms = self._files.atoms
         for name, shape in group.items():
             self._add_tensor(join("model", component(name)), atoms[name][_MASTER], shape)
             state = join("optimizer", "state", "model", component(name))
-            for slot in slots:
+            for slot in sorted(atoms[name].keys() - {_MASTER, _STEP}):
                 self._add_tensor(join(state, component(slot)), atoms[name][slot], shape)
             key = atoms[name].get(_STEP)
             step = common if key is None else self._archives.read(key, atom)

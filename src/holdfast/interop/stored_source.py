@@ -12,7 +12,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.records import Place
 from holdfast.interop.foreign_format import replaced
 from holdfast.interop.formats import find_state
-from holdfast.run.paths import Selection
+from holdfast.run.paths import Selection, parse
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 
@@ -37,6 +37,14 @@ class StoredSource(NamedTuple):
         record = state.record
         place = record.place if record.in_history else None
         return StoredSource(record.location, place, record.identity, state.fingerprint, state.shared_fingerprint)
+
+    @property
+    def path(self) -> str:
+        """The path by which other processes find it, as `parse` takes it; the options of its store are not in it."""
+        path = str(Selection(self.location, place=self.place))
+        named = parse(path)
+        is_same = (named.root, named.step, named.place) == (self.location.url, None, self.place)
+        return path if is_same else f"{path}/"  # the name of the folder ends like a selector
 
     def open(self) -> StoredState:
         """Open the state. A process opens it once for all tasks.

@@ -325,7 +325,7 @@ class Loading:
             with self._watch.phase("read"):
                 cost = self._read(together, filling, step=checkpoint.record.step)
             with self._watch.phase("finish"):
-                state = self._finish(filling)
+                state = self._finish(filling, checkpoint)
         if bound.binding.reseeded and self._channel.rank == 0:
             _log.warning("seeded anew, because another number of ranks saved it: %s", ", ".join(bound.binding.reseeded))
         is_whole = self._is_whole(bound, names, filling)
@@ -353,9 +353,15 @@ class Loading:
         with progress(what, shown=self._channel.rank == 0, after_s=PATIENCE_S) as meter:
             return together.read(filling.plan, meter=meter)
 
-    def _finish(self, filling: Filling) -> object:
-        """Put the values in place, on all ranks, and return the whole tree."""
-        state = attempt(filling.finish)
+    def _finish(self, filling: Filling, checkpoint: StoredState) -> object:
+        """Put the values in place, on all ranks, and return the whole tree. Refuses files that changed as they were
+        read."""
+
+        def finish() -> object:
+            checkpoint.check_unchanged(all_files=False)
+            return filling.finish()
+
+        state = attempt(finish)
         self._channel.confirm("finish", state, self._deadline)
         return done(state)
 
