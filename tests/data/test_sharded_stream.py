@@ -190,6 +190,42 @@ def test_a_loader_goes_on_at_the_loaded_position_in_the_same_loop(num_workers: i
     assert [sequence for batch in first + again for sequence in batch] == trained(streams(1), 6)
 
 
+class Walking:
+    """A shard whose state has tensors of several kinds, nested."""
+
+    def __init__(self, _: int) -> None:
+        self.kept: dict[str, Any] = {
+            "half": [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(0)],
+            "at": torch.tensor(0),
+        }
+
+    def __next__(self) -> int:
+        self.kept = {"half": [self.kept["half"][0] + 1, torch.zeros(0)], "at": self.kept["at"] + 1}
+        return int(self.kept["at"])
+
+    def state_dict(self) -> object:
+        return self.kept
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state
+
+
+def test_states_with_tensors_keep_no_file_open_for_each_shard_of_a_loader_with_workers() -> None:
+    """Each tensor kept a file of shared memory, until the process had as many as it may ("Too many open files")."""
+    stream = ShardedStream(Walking, num_shards=60, global_batch_size=10)
+    batches = stream.follow(loader_of(stream, num_workers=2))
+    next(batches)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(7):
+        next(batches)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 5
+    shards: dict[int, Any] = dict(state_of([stream], num_shards=60)[1])
+    first, last = shards[0]["source"], shards[59]["source"]
+    assert (first["at"], last["at"]) == (2, 1)
+    assert first["half"][0].tolist() == [2.0] * 3
+    assert [tensor.dtype for tensor in first["half"]] == [torch.bfloat16, torch.float32]
+
+
 def save_or_load(run: str, num_steps: int) -> list[list[list[int]]]:
     """Go on from the run, train, and save: this rank's batches."""
     start_new_job()

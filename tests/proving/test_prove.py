@@ -82,6 +82,19 @@ def test_state_that_was_forgotten_is_named_with_the_first_step(script: Path, tmp
 
 
 @pytest.mark.slow
+def test_a_resumed_job_that_trains_fewer_steps_is_not_proved(script: Path) -> None:
+    """Steps that it did not save were not compared, so the script was said to be proved."""
+    wrong = "range(next_step := checkpointer.restore().next_step, int(sys.argv[1]) - 2 * (next_step > 0))"
+    script.write_text(
+        SCRIPT.replace("checkpointer.steps(int(sys.argv[1]))", wrong).replace("EverySteps(100)", "EverySteps(1)")
+    )
+    result = prove("--json", "--kills", 1, "--seed", 8, script, 30)
+    assert result.status == 1, result.err
+    assert not result.json["proved"]
+    assert result.json["ends"] == {"undisturbed": 29, "resumed": 27}
+
+
+@pytest.mark.slow
 def test_a_loader_that_draws_once_more_in_a_resumed_job_is_guessed(script: Path) -> None:
     text = SCRIPT.replace(" + 0.01 * torch.rand(1)", "").replace("dist.init", "loader = None\ndist.init")
     loader = "loader = loader or iter(torch.utils.data.DataLoader(range(99)))"

@@ -33,6 +33,10 @@ _ADVICE_ON_GENERATORS: Final = (
     "DataLoader, which draws a number each time that it is iterated. Give it a generator of its own, "
     "DataLoader(..., generator=torch.Generator()), or take batches from follow() of holdfast.data."
 )
+_ADVICE_ON_ENDS: Final = (
+    "Check how the script counts the steps that are left: use checkpointer.steps(total), or range(report.next_step, "
+    "total)."
+)
 #: What a RandomState stores for a rank.
 _OF_GENERATORS: Final = re.compile(r"/(?:python|numpy|torch|cuda|device)(?=/|\Z)")
 #: Most names of each kind that are shown.
@@ -46,6 +50,13 @@ class FirstDifferenceDocument(msgspec.Struct, frozen=True):
     names: list[str]
 
 
+class LastStepsDocument(msgspec.Struct, frozen=True):
+    """The last steps that the undisturbed attempt and the killed one have saved."""
+
+    undisturbed: int
+    resumed: int
+
+
 class ProofDocument(msgspec.Struct, frozen=True):
     """The document that ``--json`` prints."""
 
@@ -55,6 +66,7 @@ class ProofDocument(msgspec.Struct, frozen=True):
     seed: int
     undisturbed: FirstDifferenceDocument | None
     resumed: FirstDifferenceDocument | None
+    ends: LastStepsDocument | None
 
 
 def show_proof(script: Script, *, folder: str, node_dir: str, atol: float, as_json: bool) -> bool:
@@ -127,6 +139,7 @@ def _document(proof: Proof, script: Script) -> ProofDocument:
         seed=script.seed,
         undisturbed=_difference_document(proof.undisturbed),
         resumed=_difference_document(proof.resumed),
+        ends=None if proof.ends is None else LastStepsDocument(*proof.ends),
     )
 
 
@@ -158,6 +171,10 @@ def _show(screen: Console, proof: Proof, script: Script, atol: float) -> None:
         say(screen, "Not proved: the script that was killed goes on with another state.", "bold red")
         _show_difference(screen, proof.resumed, f"the undisturbed attempt and the one killed after {kills}", script)
         say(screen, _ADVICE_ON_GENERATORS if _only_generators(proof.resumed.comparison) else _ADVICE)
+    elif proof.ends is not None:
+        how = f"ends after step {proof.ends.resumed}, and the undisturbed one after step {proof.ends.undisturbed}"
+        say(screen, f"Not proved: the script that was killed after {kills} {how}.", "bold red")
+        say(screen, _ADVICE_ON_ENDS)
     else:
         how = "bit for bit the same state"
         if script.other_ranks not in (None, script.num_ranks):

@@ -14,6 +14,7 @@ from holdfast.data.batch_share import batch_share
 from holdfast.data.data_identity import VERSION, StateValue, check_identity, checked_fingerprint
 from holdfast.data.loader_workers import keep_random_state, keep_workers
 from holdfast.data.position_watch import PositionWatch
+from holdfast.data.sent_states import received, sent
 from holdfast.errors import ConfigurationError
 from holdfast.options import checked_number
 
@@ -58,6 +59,13 @@ class _Drawn:
 
     start: int
     states: Mapping[int, object]
+
+    def __reduce__(self) -> tuple[Callable[[int, Mapping[int, object]], _Drawn], tuple[int, Mapping[int, object]]]:
+        return _received, (self.start, {shard: sent(state) for shard, state in self.states.items()})
+
+
+def _received(start: int, states: Mapping[int, object]) -> _Drawn:
+    return _Drawn(start, {shard: received(state) for shard, state in states.items()})
 
 
 class StreamPosition:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Final
+from typing import Final, NamedTuple
 
 from holdfast.checkpoint.compare import Comparison, TensorDifference, ValueDifference, compare
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -60,21 +60,29 @@ class FirstDifference:
     comparison: Comparison
 
 
+class LastSteps(NamedTuple):
+    """The last steps that the undisturbed attempt and the one that was killed have saved."""
+
+    undisturbed: int
+    resumed: int
+
+
 @dataclass(frozen=True)
 class Proof:
     """The result: the number of compared steps, the steps after which the script was killed, and the first differences
     between two undisturbed attempts (`undisturbed`), and between an undisturbed and the killed one (`resumed`); None
-    where there is none."""
+    where there is none. `ends` are the last steps of these two, if they differ though undisturbed attempts agree."""
 
     num_steps: int
     kills: tuple[int, ...]
     undisturbed: FirstDifference | None
     resumed: FirstDifference | None
+    ends: LastSteps | None = None
 
     @property
     def is_proved(self) -> bool:
         """Whether no difference was found."""
-        return self.undisturbed is None and self.resumed is None
+        return self.undisturbed is None and self.resumed is None and self.ends is None
 
 
 def prove(script: Script, *, folder: Path, node_dir: Path, tell: Callable[[str], None], atol: float = 0.0) -> Proof:
@@ -109,6 +117,7 @@ def prove(script: Script, *, folder: Path, node_dir: Path, tell: Callable[[str],
             resumed=attempts.first_difference(
                 "undisturbed", "killed", partial(_is_close, atol=atol) if is_resharded else lambda _: False
             ),
+            ends=attempts.differing_ends(),
         )
 
 
@@ -150,6 +159,12 @@ class _Attempts:
             if not comparison.equal and not is_close(comparison):
                 return FirstDifference(step, comparison)
         return None
+
+    def differing_ends(self) -> LastSteps | None:
+        """The last steps of the undisturbed attempt and of the killed one; None where they agree, or where undisturbed
+        attempts do not: such a script saves when the clock says so."""
+        last, again, killed = (max(self.saved(name)) for name in ("undisturbed", "again", "killed"))
+        return LastSteps(last, killed) if last == again != killed else None
 
     def too_few(self, name: str, num_steps: int) -> ConfigurationError:
         """The error that the attempts called `name` saved `num_steps` steps alone."""
