@@ -410,4 +410,23 @@ STORAGE_MUTATIONS = [
         "[commit for commit in lineage if commit.place not in shut]",
         "lineage",
     ),
+    Mutation(  # parts of the newest epoch are deleted
+        "run/test_cut_off_saves.py::test_what_the_newest_epoch_has_under_way_stays",
+        "run/uncommitted.py",
+        "if place.epoch >= epoch or is_known",
+        "if place.epoch > epoch or is_known",
+    ),
+    Mutation(  # whole checkpoints without a commit are deleted
+        "run/test_cut_off_saves.py::test_a_save_of_an_older_epoch_that_lacks_only_its_commit_stays_and_the_doctor_commits_it",
+        "run/uncommitted.py",
+        "        return bool(missing_files(self._run.storage, stored))\n",
+        "        return True\n",
+    ),
+    Mutation(  # parts are deleted without a record
+        "run/test_cut_off_saves.py::test_a_fenced_rank_that_writes_its_file_meanwhile_commits_a_whole_checkpoint_or_is_told",
+        "run/removal.py",
+        "    created = not exists and run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))\n"
+        "    if not created and",
+        "    created = not exists\n    if not created and",
+    ),
 ]
