@@ -92,6 +92,7 @@ def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:
     for command in (("ls", run), ("verify", run), ("doctor", run), ("prune", run, "--keep-last", "1", "--yes")):
         done = holdfast_command(*command)
         assert done.status in (None, 0), done
+        assert ("AbortIncompleteMultipartUpload" in done.out) == (command[0] == "doctor")
     assert [each.step for each in holdfast.ls(run)] == [3]
     assert holdfast.open(f"{run}@step=3")["w"].numpy().tolist() == list(range(1000))
 

@@ -53,6 +53,9 @@ class Capabilities:
 
     `is_mappable`: the path of an object is the path of a file that this process can map into its memory.
 
+    `unlisted_remains`: what dead writers may leave that `Store.leftovers` does not list, and who removes it, or empty.
+    ``holdfast doctor`` shows it.
+
     `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
     were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
     them raise.
@@ -60,6 +63,7 @@ class Capabilities:
 
     is_mappable: bool = False
     in_order: bool = False
+    unlisted_remains: str = ""
 
 
 class FileWriter(Protocol):
