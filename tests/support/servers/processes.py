@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
+
+#: The environment with the servers that `make test-stores` installs.
+LAYER = Path(os.environ.get("STORES_LAYER", Path(__file__).parents[3] / ".venv-stores"))
 
 _START_TIMEOUT_S = 60.0
 
@@ -49,3 +53,19 @@ class ServerProcess:
         """Kill the server, and return when it is dead."""
         self._process.kill()
         self._process.wait()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def answers(port: int) -> bool:
+    """Whether a server accepts connections at a port of the loopback."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
