@@ -3,58 +3,370 @@
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.request import Request, urlopen
 
-import boto3
+import numpy as np
 import pytest
 
-from holdfast.store.base import Store
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
+from holdfast.store.base import Location, Store
+from holdfast.store.object_writer import UploadAbortedError
 from holdfast.store.objects import ObjectStore
-from holdfast.store.urls import location_of
+from holdfast.store.urls import location_of, open_store, text_of
 from holdfast.testing import StoreConformance
+from tests.store.test_fault_proxy import SIGNED
+from tests.store.test_posix_storage import random_bytes
+from tests.support.servers.fault_proxy import FaultProxy
+from tests.support.servers.faults import Fault, on
+from tests.support.servers.s3 import Bucket
 
-_NUMBERS = count()
 #: The smallest part that S3 takes.
-_PART_NBYTES = 5 << 20
+PART = 5 << 20
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    endpoint = f"http://127.0.0.1:{port}"
-    os.environ.update(AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b", AWS_REGION="us-east-1")
-    for _ in range(200):
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-            break
-        except OSError:
-            time.sleep(0.1)
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="bucket")
-    yield f"s3://bucket/{{}}?endpoint={endpoint}&allow_http=true&unsigned_payload=true&checksum_algorithm=CRC64NVME"
-    server.kill()
-    server.wait()
+@pytest.fixture(autouse=True)
+def _environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def store(bucket: Bucket) -> ObjectStore:
+    return ObjectStore(location_of(f"{bucket.url}/run"), part_nbytes=PART)
+
+
+@pytest.fixture
+def broken(bucket: Bucket, proxy: FaultProxy) -> ObjectStore:
+    """The same store, behind the proxy."""
+    return ObjectStore(location_of(f"{bucket.url}/run?endpoint={proxy.endpoint}"), part_nbytes=PART)
 
 
 class TestObjectStore(StoreConformance):
     @pytest.fixture(autouse=True)
-    def _server(self, s3: str) -> None:
-        self.url = s3
+    def _url(self, bucket: Bucket) -> None:
+        self.url = f"{bucket.url}/runs/a run"
 
     def make_store(self, tmp_path: Path) -> Store:
-        return ObjectStore(location_of(self.url.format(f"run-{next(_NUMBERS)}")))
+        return open_store(location_of(self.url))
 
 
 class TestObjectStoreInParts(TestObjectStore):
     def make_store(self, tmp_path: Path) -> Store:
-        return ObjectStore(location_of(self.url.format(f"run-{next(_NUMBERS)}")), part_nbytes=_PART_NBYTES)
+        return ObjectStore(location_of(self.url), part_nbytes=PART)
+
+
+# Creation: one of several wins, and a lost answer is no lost race.
+
+
+def test_a_creation_whose_answer_was_lost_was_made_by_its_caller(broken: ObjectStore, proxy: FaultProxy) -> None:
+    with proxy.faults(on("PUT").once().loses_the_answer()):
+        assert broken.create("record", b"mine")
+    assert not broken.create("record", b"mine"), "a second one has found it"
+
+
+def test_a_creation_whose_answer_was_lost_after_another_has_won_was_not_made(
+    broken: ObjectStore, store: ObjectStore, proxy: FaultProxy
+) -> None:
+    store.create("record", b"theirs")
+    with proxy.faults(on("PUT").once().loses_the_answer()):
+        assert not broken.create("record", b"mine")
+
+
+@pytest.mark.parametrize("status", [409, 503])
+def test_a_creation_that_the_server_refused_for_a_moment_is_made_again(
+    broken: ObjectStore, proxy: FaultProxy, status: int
+) -> None:
+    with proxy.faults(on("PUT").times(2).answers(status)):
+        assert broken.create("record", b"mine")
+    assert broken.read("record") == b"mine"
+
+
+def test_a_small_file_whose_answer_was_lost_is_published(broken: ObjectStore, proxy: FaultProxy) -> None:
+    writer = broken.writer("file", nbytes=3)
+    writer.write_at(0, random_bytes(3))
+    with proxy.faults(on("PUT").once().loses_the_answer()):
+        writer.publish(3)
+    assert broken.nbytes("file") == 3
+
+
+# Uploads in parts.
+
+
+def test_memory_may_change_as_soon_as_it_was_written(store: ObjectStore) -> None:
+    content = random_bytes(3 * PART + 1000)
+    memory = content.copy()
+    writer = store.writer("file", nbytes=len(content))
+    for start, stop in ((0, 1000), (1000, 2 * PART + 5), (2 * PART + 5, len(content))):
+        writer.write_at(start, memory[start:stop])
+        memory[start:stop] = 0
+    writer.publish(len(content))
+    assert store.read("file") == content.tobytes()
+
+
+def test_an_upload_goes_on_after_a_part_was_cut_off(broken: ObjectStore, proxy: FaultProxy) -> None:
+    content = random_bytes(2 * PART + 7)
+    writer = broken.writer("file", nbytes=len(content))
+    with proxy.faults(on("PUT", "*partNumber=2*").once().cuts_the_request(after=1 << 20)):
+        writer.write_at(0, content)
+        writer.publish(len(content))
+    assert broken.read("file") == content.tobytes()
+    assert proxy.count("PUT", "*partNumber=1&*") == 1, "the other part was sent once"
+
+
+def test_an_upload_whose_last_answer_was_lost_is_published(broken: ObjectStore, proxy: FaultProxy) -> None:
+    content = random_bytes(PART + 7)
+    writer = broken.writer("file", nbytes=len(content))
+    writer.write_at(0, content)
+    with proxy.faults(
+        on("POST", "*uploadId=*").once().loses_the_answer(), on("POST", "*uploadId=*").after(1).answers(404)
+    ):
+        writer.publish(len(content))
+    assert broken.read("file") == content.tobytes()
+
+
+def test_an_abort_wakes_writes_that_wait_for_others_and_leaves_nothing(store: ObjectStore, bucket: Bucket) -> None:
+    writer = store.writer("file", nbytes=4 * PART)
+    writer.write_at(0, random_bytes(PART))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(writer.write_at, 2 * PART, random_bytes(PART))
+        time.sleep(0.1)
+        assert not waiting.done()
+        writer.abort()
+        with pytest.raises(UploadAbortedError):
+            waiting.result()
+    assert store.list("") == []
+    assert uploads_under_way(bucket) == 0
+
+
+def test_a_part_that_fails_for_good_fails_the_write_and_leaves_nothing(
+    broken: ObjectStore, proxy: FaultProxy, bucket: Bucket
+) -> None:
+    writer = broken.writer("file", nbytes=3 * PART)
+
+    def write() -> None:
+        writer.write_at(0, random_bytes(3 * PART))
+        writer.publish(3 * PART)
+
+    with proxy.faults(on("PUT").answers(403)), pytest.raises(StorageError) as caught:
+        write()
+    writer.abort()
+    assert (caught.value.code, caught.value.path) == ("storage.denied", broken.path("file"))
+    assert uploads_under_way(bucket) == 0
+
+
+def test_a_process_that_ends_in_the_middle_of_an_upload_ends_as_it_wants(bucket: Bucket) -> None:
+    program = (
+        "import sys, numpy\n"
+        "from holdfast.store.urls import location_of\n"
+        "from holdfast.store.objects import ObjectStore\n"
+        f"writer = ObjectStore(location_of('{bucket.url}/run'), part_nbytes={PART}).writer('file', nbytes={4 * PART})\n"
+        f"writer.write_at(0, numpy.zeros({PART}, numpy.uint8))\n"
+        "sys.exit(3)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+    assert uploads_under_way(bucket) == 0
+
+
+def uploads_under_way(bucket: Bucket) -> int:
+    answer = urlopen(Request(f"{bucket.endpoint}/{bucket.name}?uploads", headers=SIGNED), timeout=20).read()
+    return int(answer.count(b"<UploadId>"))
+
+
+# Reads.
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_corruption(store: ObjectStore) -> None:
+    store.create("file", b"first")
+    reader = store.reader("file")
+    out = np.zeros(5, np.uint8)
+    reader.read_at(0, out)
+    store.delete("file")
+    store.create("file", b"other")
+    with pytest.raises(CorruptError) as caught:
+        reader.read_at(0, out)
+    assert (caught.value.code, caught.value.path) == ("corrupt.changed", store.path("file"))
+
+
+def test_an_answer_that_is_cut_off_is_read_again(broken: ObjectStore, proxy: FaultProxy) -> None:
+    content = random_bytes(1 << 20)
+    broken.create("file", content.tobytes())
+    out = np.zeros(len(content), np.uint8)
+    with proxy.faults(on("GET").once().cuts_the_answer(after=300_000)):
+        broken.reader("file").read_at(0, out)
+    assert np.array_equal(out, content)
+
+
+def test_the_first_names_of_a_folder_take_one_request(broken: ObjectStore, proxy: FaultProxy) -> None:
+    for name in ("c", "a", "b"):
+        broken.create(f"folder/{name}", b"")
+    before = len(proxy.requests)
+    assert broken.list("folder", limit=2) == ["a", "b"]
+    assert len(proxy.requests) == before + 1
+    broken.create("folder/a-0/deep", b"")  # its key sorts before those of a folder "a"
+    broken.create("folder/d/deep", b"")
+    assert broken.list("folder", limit=2) == ["a", "a-0"]
+    assert broken.list("folder", limit=9) == ["a", "a-0", "b", "c", "d"]
+
+
+# Forks.
+
+
+@pytest.mark.parametrize("ask", ["list", "open"])
+def test_a_forked_child_is_told_and_does_not_hang(store: ObjectStore, ask: str) -> None:
+    store.create("record", b"x")
+    number = os.fork()
+    if number == 0:
+        signal.alarm(20)
+        try:
+            store.list("") if ask == "list" else open_store(store.location)
+        except ConfigurationError as error:
+            os._exit(7 if error.code == "config.forked" else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == 7
+
+
+def test_a_child_that_was_forked_in_the_middle_of_an_upload_ends_in_order(bucket: Bucket) -> None:
+    program = (
+        "import gc, os, signal, sys, numpy\n"
+        "from holdfast.store.urls import location_of\n"
+        "from holdfast.store.objects import ObjectStore\n"
+        f"store = ObjectStore(location_of('{bucket.url}/run'), part_nbytes={PART})\n"
+        f"writer = store.writer('file', nbytes={4 * PART})\n"
+        f"writer.write_at(0, numpy.zeros({PART}, numpy.uint8))\n"
+        "number = os.fork()\n"
+        "if number == 0:\n"
+        "    signal.alarm(20)\n"
+        "    del store, writer\n"
+        "    gc.collect()\n"
+        "    sys.exit(5)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))\n"
+        "writer.abort()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("5\n", "", 0)
+
+
+# URLs, options and errors.
+
+
+@pytest.mark.parametrize(
+    ("url", "location"),
+    [
+        ("s3://bucket/runs/a/", Location("s3://bucket/runs/a")),
+        ("s3a://bucket//runs/a", Location("s3://bucket/runs/a")),
+        ("S3://bucket", Location("s3://bucket")),
+        ("gs://bucket/a", Location("gs://bucket/a")),
+        ("azure://box/a", Location("az://box/a")),
+        ("abfss://box@me.dfs.core.windows.net/a", Location("az://box/a", (("account_name", "me"),))),
+        (
+            "s3://b/a?region=eu-1&endpoint=https://x:9000",
+            Location("s3://b/a", (("endpoint", "https://x:9000"), ("region", "eu-1"))),
+        ),
+    ],
+)
+def test_a_url_is_a_place_and_its_options(url: str, location: Location) -> None:
+    assert location_of(url) == location
+    assert location_of(text_of(location)) == location
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "said"),
+    [
+        ("s3://bucket/run?secret_access_key=s3cr3t", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://key:s3cr3t@bucket/run", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/run?endpoint=http://me:s3cr3t@x", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
+        ("az://box/run?sas_token=x", "config.store_option", "AZURE_STORAGE_SAS_TOKEN"),
+        ("s3://bucket/run?regoin=eu", "config.store_option", "region"),
+        ("s3://", "config.path", "bucket"),
+        ("s3://bucket/a/../b", "config.path", "bucket"),
+    ],
+)
+def test_a_url_with_a_secret_or_a_slip_is_refused(url: str, code: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        location_of(url)
+    assert caught.value.code == code
+    assert said in caught.value.action
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_a_server_without_encryption_is_used_only_if_that_is_allowed(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    with pytest.raises(ConfigurationError, match="AWS_ALLOW_HTTP=true") as caught:
+        open_store(location_of(f"{bucket.url}/run"))
+    assert caught.value.code == "config.endpoint"
+    assert open_store(location_of(f"{bucket.url}/run?allow_http=true")).list("") == []
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:
+    store = open_store(location_of("s3://no-such-bucket/run"))
+    for ask in (lambda: store.read("a"), lambda: store.list(""), lambda: store.create("a", b"")):
+        with pytest.raises(ConfigurationError, match="s3://no-such-bucket/run") as caught:
+            ask()
+        assert caught.value.code == "config.bucket"
+
+
+ERRORS: list[tuple[Fault, str, bool]] = [
+    (on().answers(403), "storage.denied", False),
+    (on().answers(403, code="InvalidAccessKeyId"), "config.credentials", False),
+    (on().answers(403, code="SignatureDoesNotMatch"), "config.credentials", False),
+    (on().answers(400, code="ExpiredToken"), "storage.credentials", False),
+    (on().answers(301, code="PermanentRedirect"), "config.region", False),
+]
+
+
+@pytest.mark.parametrize(("fault", "code", "retryable"), ERRORS)
+def test_an_error_of_the_server_says_what_to_do(
+    broken: ObjectStore, proxy: FaultProxy, fault: Fault, code: str, retryable: bool
+) -> None:
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: broken.read("a"),
+        lambda: broken.list(""),
+        lambda: broken.create("a", b""),
+    )
+    with proxy.faults(fault):
+        for attempt in attempts:
+            before = len(proxy.requests)
+            with pytest.raises(HoldfastError) as caught:
+                attempt()
+            assert (caught.value.code, caught.value.retryable) == (code, retryable), caught.value
+            assert broken.location.url in str(caught.value)
+            assert len(proxy.requests) == before + 1, "it is not repeated"
+
+
+def test_a_burst_of_refusals_is_survived(broken: ObjectStore, proxy: FaultProxy) -> None:
+    broken.create("a", b"x")
+    with proxy.faults(on().times(3).answers(503)):
+        assert broken.read("a") == b"x"
+
+
+def test_a_server_that_is_down_is_reported_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(location_of("s3://bucket/run?endpoint=http://127.0.0.1:9"))
+    start_s = time.monotonic()
+    with pytest.raises(StorageError, match="AWS_ENDPOINT_URL") as caught:
+        store.list("")
+    assert (caught.value.code, caught.value.retryable) == ("storage.unreachable", True)
+    assert time.monotonic() - start_s < 30
+
+
+def test_the_command_line_on_a_folder_does_not_import_obstore(tmp_path: Path) -> None:
+    program = (
+        "import sys, holdfast.cli, holdfast.run.paths as p; p.parse('s3://b/a'); sys.exit('obstore' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_threads_of_one_process_share_one_client(bucket: Bucket) -> None:
+    stores = [open_store(location_of(f"{bucket.url}/{name}")) for name in "ab"]
+    assert len({id(store._client) for store in stores if isinstance(store, ObjectStore)}) == 1
+    assert threading.active_count() < 20

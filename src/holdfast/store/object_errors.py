@@ -80,7 +80,8 @@ _KINDS: Final = (
         "environment of the job, and the clock of this machine.",
     ),
     _kind(
-        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|status code: 301",
+        r"PermanentRedirect|AuthorizationHeaderMalformed|IllegalLocationConstraint|status code: 301|"
+        r"redirect without LOCATION",
         ConfigurationError,
         "config.region",
         "Set AWS_REGION, or add ?region=... to the URL, to the region of the bucket.",

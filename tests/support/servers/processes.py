@@ -17,13 +17,17 @@ _START_TIMEOUT_S = 60.0
 
 
 class ServerProcess:
-    """A process that runs `command`, with its output in the file `log`. `extra` are further environment variables."""
+    """A process that runs `command`, with its output in the file `log`. `extra` are further environment variables; with
+    `user` it runs with the rights of that user, where this process has those of root."""
 
-    def __init__(self, command: Sequence[str], *, log: Path, extra: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], *, log: Path, extra: Mapping[str, str] | None = None, user: str | None = None
+    ) -> None:
         self._log = log
+        rights = () if user is None else ("--reuid", user, "--regid", "nogroup", "--clear-groups")
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "--", *command],
+                ["setpriv", "--pdeathsig", "KILL", *rights, "--", *command],
                 env=os.environ | dict(extra or {}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
