@@ -153,11 +153,11 @@ class ExportHub:
                 self._done = max((each for each in self._series.steps() if each <= step), default=0)
                 self._start(event.is_first_rank, event.run)
             case SaveBegun() if not event.memory_only:
-                self._start(event.is_first_rank, Location(source.run))
+                self._start(event.is_first_rank, location_of(source.run))
             case SavePlaced():
                 self._places[event.step] = event.place
             case SaveCommitted() if self._is_first_rank and event.step in self._places:
-                self._committed(Location(source.run), ExportDraft(event.step, self._places.pop(event.step)))
+                self._committed(location_of(source.run), ExportDraft(event.step, self._places.pop(event.step)))
 
     def finish(self, timeout_s: float, *, is_last: bool) -> None:
         """As `WorkingListener.finish`. Raises `DeadlineError`, code ``timeout.export``, too."""

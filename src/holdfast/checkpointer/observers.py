@@ -30,6 +30,7 @@ from holdfast.control.processes import age_s
 from holdfast.control.torch_store import global_rank, group_ranks
 from holdfast.policy.pace import Choice
 from holdfast.store.base import Location
+from holdfast.store.urls import text_of
 
 #: Longest time that the end of a `Checkpointer` waits for listeners.
 _PATIENCE_S: Final = 5.0
@@ -130,4 +131,4 @@ class Observers:
 
 
 def _source(run: Location, group: ProcessGroup | None) -> EventSource:
-    return EventSource(run.url, global_rank(), len(group_ranks(group)), socket.gethostname(), os.getpid())
+    return EventSource(text_of(run), global_rank(), len(group_ranks(group)), socket.gethostname(), os.getpid())

@@ -17,6 +17,7 @@ from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot
 from holdfast.store.base import Location
 from holdfast.store.linux import is_on_disk
+from holdfast.store.urls import text_of
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class OpenMemory:
 
     def __init__(self, run: Location, node_dir: Path, *, rank: int, num_slots: int, reserves: bool) -> None:
         with ExitStack() as stack:
-            self.folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
+            self.folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node_dir))
             # First, because the arena's claim keeps the folder from being removed, and creates it again if the keeper
             # of an ended job is removing it.
             self.arena = Arena(self.folder, rank=rank, num_slots=num_slots, reserves=reserves)

@@ -53,7 +53,7 @@ from holdfast.run.session import JOB
 from holdfast.store.base import Location, Store
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
-from holdfast.store.urls import open_store
+from holdfast.store.urls import open_store, text_of
 
 _LOOK_S: Final = 0.02
 
@@ -324,7 +324,7 @@ def _looked_at(
 
         def look() -> _NodeMemory:
             with unusable_memory(node_dir):
-                folder = stack.enter_context(NodeFolder(run.url, node_dir=node_dir))
+                folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node_dir))
                 stack.enter_context(Claim(folder))  # so that no process removes slots while this one looks at them
                 slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
                 return _NodeMemory(folder, slots, inventory(folder, slots))
@@ -442,10 +442,10 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
             with suppress(FileNotFoundError, CorruptError):
                 slots.append(stack.enter_context(Slot(folder, name)))
         if any(slot.state in (*OWED, SlotState.HELD) for slot in slots):
-            ensure_keeper(folder, run.url)
+            ensure_keeper(folder, text_of(run))
         end = time.monotonic() + timeout_s
         while staged := [slot for slot in slots if slot.refresh().state == SlotState.STAGED]:
-            ensure_keeper(folder, run.url)
+            ensure_keeper(folder, text_of(run))
             if time.monotonic() > end:
                 for slot in staged:
                     _log.warning("restore skips '%s': its keeper did not seal it within %.0f s", slot.path, timeout_s)

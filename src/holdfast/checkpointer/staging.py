@@ -35,6 +35,7 @@ from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
 from holdfast.store.base import Location
+from holdfast.store.urls import text_of
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Stager:
         if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots, reserves=True)
-        ensure_keeper(memory.folder, self._run.url)
+        ensure_keeper(memory.folder, text_of(self._run))
         self._was_used = True
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
@@ -105,7 +106,7 @@ class Stager:
 
     def _is_anothers(self) -> bool:
         """Whether another process has a claim to the slots of this rank. (This one has none yet.)"""
-        with NodeFolder(self._run.url, node_dir=self.node_dir) as folder:
+        with NodeFolder(text_of(self._run), node_dir=self.node_dir) as folder:
             return is_claimed(folder, self._rank)
 
     def prepare(self, share: StoredShare, *, device: torch.device | None, timeout_s: float) -> None:
@@ -120,7 +121,7 @@ class Stager:
         """
         memory = self._memory.used
         with unusable_memory(memory.folder.path):
-            ensure_keeper(memory.folder, self._run.url)
+            ensure_keeper(memory.folder, text_of(self._run))
         nbytes = _nbytes(share)
         if nbytes and not self._has_reserved(nbytes, device, timeout_s):
             if self._reserved_nbytes >= 0 and memory.arena.error is not None:
@@ -226,7 +227,7 @@ class Stager:
             memory = self._memory.opened(num_slots=self.num_slots)
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
-        ensure_keeper(memory.folder, self._run.url)
+        ensure_keeper(memory.folder, text_of(self._run))
         self._was_used = True
         arena = memory.arena
         if self._prepared_nbytes >= 0 and arena.error is not None:

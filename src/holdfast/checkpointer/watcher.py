@@ -23,7 +23,7 @@ from holdfast.node_memory.slots import Slot, SlotState
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore
-from holdfast.store.urls import open_store
+from holdfast.store.urls import open_store, text_of
 
 #: Interval of looks at slots; and of looks at the keeper and storage.
 _LOOK_S: Final = 0.025
@@ -187,7 +187,7 @@ class Watcher:
             # If memory was removed, only the keeper that has it mapped can make it durable; a new one could not.
             if memory is not None and not memory.is_removed:
                 with unusable_memory(memory.folder.path):
-                    ensure_keeper(memory.folder, self._run.url)
+                    ensure_keeper(memory.folder, text_of(self._run))
             with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
                 for machine in [pending.machine for pending in waiting if pending.slot is None]:
                     assert machine.place is not None

@@ -228,6 +228,8 @@ class FilesTask:
             self.call.check(storage)
 
         check()
+        if file.trailers and storage.capabilities.in_order:
+            raise _needs_any_order(storage.path(file.name))
         source: Source
         source = elements = ElementSource(state, file.segments, blocks, pools.reads, advance)
         writer: FileWriter
@@ -236,7 +238,14 @@ class FilesTask:
         if file.trailers:
             source = checksummed = _ChecksummedSource(source, file)
             writer = _TrailedWriter(writer, file, checksummed, trailed)
-        table = write_file(writer, [source], data_start=len(file.head), header=lambda _: file.head, pool=pools.windows)
+        table = write_file(
+            writer,
+            [source],
+            data_start=len(file.head),
+            header=file.head,
+            pool=pools.windows,
+            in_order=storage.capabilities.in_order,
+        )
         digest = _file_digest(file.head, table, b"".join(trailed))
         if (self.read_back or created.existed) and _stored_digest(storage, file) != digest:
             raise _bad_write(storage.path(file.name))
@@ -283,6 +292,16 @@ def _joined(items: Sequence[S], most_nbytes: int) -> Iterator[tuple[S, ...]]:
         nbytes += item.nbytes
     if held:
         yield tuple(held)
+
+
+def _needs_any_order(path: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{path} cannot be written: files of this format have checksums before the data, and an object store takes "
+        "bytes in order.",
+        code="config.destination",
+        action="Export into a folder, and copy that to the object store.",
+        path=path,
+    )
 
 
 def _bad_write(path: str) -> CorruptError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from threading import Lock
 from typing import Final
 
 import xxhash
@@ -144,7 +145,10 @@ class DataFileTask:
         advance: Callable[[int], None],
     ) -> tuple[FileSeal, bool]:
         """Write the file. Returns its seal, and whether another task had published it meanwhile."""
-        sources: list[Source] = [_StateSource(state, layout, pools.reads, advance)]
+        in_order = storage.capabilities.in_order
+        # A store that writes in order reads the state twice: progress is that of the second time.
+        counted = _after(layout.values_offset, advance) if in_order else advance
+        sources: list[Source] = [_StateSource(state, layout, pools.reads, counted)]
         if layout.values is not None:
             sources.append(BytesSource(self.values.ljust(layout.values.capacity, b"\0")))
         name = fmt.file_name(self.index)
@@ -161,8 +165,24 @@ class DataFileTask:
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
             pool=pools.windows,
+            in_order=in_order,
         )
         return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
+
+
+def _after(nbytes: int, advance: Callable[[int], None]) -> Callable[[int], None]:
+    """A function that passes to `advance` what comes after the first `nbytes`."""
+    lock = Lock()
+    left = nbytes
+
+    def counted(number: int) -> None:
+        nonlocal left
+        with lock:
+            spared = min(left, number)
+            left -= spared
+        advance(number - spared)
+
+    return counted
 
 
 @lru_cache(maxsize=2)

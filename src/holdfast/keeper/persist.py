@@ -104,7 +104,8 @@ def persist(
     storage has the file already, nothing is done.
 
     The slot need not be sealed yet: this writes its data while another thread hashes it, and the header after
-    `await_seal` has returned. Raises `StorageError` when the store fails.
+    `await_seal` has returned; where the store writes in order, all of it after that. Raises `StorageError` when the
+    store fails.
     """
     stored, contents = sealing.stored, slot.record.contents
     assert contents is not None
@@ -119,6 +120,7 @@ def persist(
             nbytes=contents.nbytes,
             head_nbytes=contents.data_start,
             await_head=await_seal,
+            in_order=storage.capabilities.in_order,
         )
 
     try:

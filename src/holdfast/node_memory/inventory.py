@@ -22,7 +22,7 @@ from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
 from holdfast.node_memory.slots import SPENT, Slot, SlotRecord, SlotState, rank_of, slot_names
 from holdfast.store.base import Location
-from holdfast.store.urls import canonical
+from holdfast.store.urls import canonical, text_of
 
 _log = logging.getLogger(__name__)
 #: Time limit for a file system to say where a path leads.
@@ -108,13 +108,13 @@ def give_way(node_dir: Path, nbytes: int | None = None, *, run: str | None = Non
 
 
 def name_of(run: Location) -> str:
-    """The name by which this node's memory knows `run`: its location without links. Where its file system does not
-    answer, the location as it is."""
+    """The name by which this node's memory knows `run`: its location without links, and with the options of a URL.
+    Where its file system does not answer, the location as it is."""
     try:
-        return canonical(run, timeout_s=_STORE_TIMEOUT_S).url
+        return text_of(canonical(run, timeout_s=_STORE_TIMEOUT_S))
     except StorageError as error:
         _log.warning("%s", error)
-        return run.url
+        return text_of(run)
 
 
 def write_run(folder: NodeFolder, run: str) -> None:

@@ -75,7 +75,8 @@ class Selection:
 def parse(path: str | os.PathLike[str] | Location) -> Selection:
     """Parse the path of a run or checkpoint, and make it absolute. Does not access storage.
 
-    A `Location` gives the options for opening the store; its URL may end with a selector, too.
+    A `Location` gives the options for opening the store; its URL may end with a selector, too. A selector stands at the
+    end of a URL, behind its options.
 
     Raises `ConfigurationError`, code ``config.path`` or ``config.scheme``, for a malformed selector, an empty path, the
     home of an unknown user, and the URL of an unknown kind of store.
@@ -89,7 +90,8 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]
-    location = Location(_location(folder, text).url, options)
+    location = _location(folder, text)
+    location = Location(location.url, options or location.options)
     origin = _origin(folder)
     if match is None:
         return Selection(location, origin=origin)

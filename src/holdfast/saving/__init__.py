@@ -57,7 +57,7 @@ from holdfast.wording import count, kind_of
 _FINISH_LIMIT_S = 60.0
 
 #: The last plan, per run and group.
-_known: dict[tuple[str, tuple[int, ...]], StoredPlanCache] = {}
+_known: dict[tuple[Location, tuple[int, ...]], StoredPlanCache] = {}
 
 
 @outer(SAVE)
@@ -153,7 +153,7 @@ def save_to_storage(
         takeover=takeover,
         is_strict=is_strict,
         sources=sources_of(state, is_first_rank=channel.rank == 0),
-        known=_known.setdefault((location.url, ranks), StoredPlanCache()),
+        known=_known.setdefault((location, ranks), StoredPlanCache()),
         room=room,
     )
 

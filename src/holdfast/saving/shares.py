@@ -63,6 +63,7 @@ def write_share(
                 data_start=layout.data_start,
                 header=lambda table: container.header(share.manifest, layout, table),
                 pool=pool,
+                in_order=storage.capabilities.in_order,
                 meter=meter,
             )
 

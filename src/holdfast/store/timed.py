@@ -12,12 +12,13 @@ import builtins
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, Capabilities, FileReader, FileWriter, Store
+from holdfast.store.base import Bytes, FileReader, FileWriter, Store
 from holdfast.store.helpers import Helpers
 
 #: Grace period for closing a file after the deadline, and longest wait for a request that was given up before it.
@@ -38,12 +39,11 @@ class TimedStore:
     wakes two more sleeping cores). Callers pass such work as a whole to `limit.run`, and it makes direct requests.
     """
 
-    #: None of those of `storage`: mapped reads cannot be given a deadline.
-    capabilities = Capabilities()
-
     def __init__(self, storage: Store, *, timeout_s: float, limit: TimeLimit | None = None) -> None:
         """With `limit`, the store shares the deadline of another one, which ends it."""
         self.location = storage.location
+        # Mapped reads cannot be given a deadline.
+        self.capabilities = replace(storage.capabilities, is_mappable=False)
         self.untimed = storage
         self.limit = limit or TimeLimit(timeout_s)
 

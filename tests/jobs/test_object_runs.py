@@ -1,0 +1,87 @@
+"""Whole jobs on a run in an object store: saved, killed, resharded, looked after by the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, TypeVarTuple
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Checkpointer, Memory
+from tests.jobs.test_resharding import load, save
+from tests.support.command_line import holdfast_command
+from tests.support.models import filled, start_new_job
+from tests.support.nursery import until
+from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
+from tests.support.servers.s3 import Bucket
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+@pytest.fixture
+def run(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.delenv("AWS_ALLOW_HTTP")
+    return f"{bucket.url}/runs/a?endpoint={bucket.endpoint}&allow_http=true&unsigned_payload=true"
+
+
+def in_environment(environment: dict[str, str], function: Callable[[*Ts], R], *arguments: *Ts) -> R:
+    os.environ.update(environment)
+    return function(*arguments)
+
+
+@pytest.fixture
+def secrets(bucket: Bucket) -> dict[str, str]:
+    return {name: value for name, value in bucket.environment.items() if "KEY" in name}
+
+
+def save_in_background_and_die(run: str, node_dir: Path, seed: int) -> None:
+    start_new_job()
+    job = filled("fsdp", seed)
+    own = Checkpointer(run, job.state, memory=Memory(node_dir=node_dir))
+    own.restore()
+    own.save(30).staged.wait(60)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_two_ranks_saved_three_load(run: str, secrets: dict[str, str]) -> None:
+    run_ranks(2, in_environment, secrets, save, "fsdp", run, 5, 30)
+    for differing_names, unloaded, held, needed in run_ranks(3, in_environment, secrets, load, "fsdp", run, 5, 1):
+        assert (differing_names, unloaded) == ([], set())
+        assert needed == held
+
+
+def test_the_keeper_uploads_what_killed_ranks_had_in_memory(run: str, secrets: dict[str, str], node_dir: Path) -> None:
+    with pytest.raises(RanksFailedError) as killed:
+        run_ranks(2, in_environment, secrets, save_in_background_and_die, run, node_dir, 6)
+    assert all(isinstance(error, RankDiedError) for error in killed.value.exceptions)
+    until(lambda: any(each.step == 30 for each in committed(run)), timeout_s=60)
+    for differing_names, unloaded, _, _ in run_ranks(3, in_environment, secrets, load, "fsdp", run, 6, 1):
+        assert (differing_names, unloaded) == ([], set())
+
+
+def committed(run: str) -> list[holdfast.ListedCheckpoint]:
+    try:
+        return list(holdfast.ls(run))
+    except holdfast.NotFoundError:
+        return []
+
+
+def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:
+    start_new_job()
+    state = {"w": torch.arange(1000)}
+    for step in (1, 2, 3):
+        holdfast.save(run, state, step)
+    for command in (("ls", run), ("verify", run), ("doctor", run), ("prune", run, "--keep-last", "1", "--yes")):
+        done = holdfast_command(*command)
+        assert done.status in (None, 0), done
+    assert [each.step for each in holdfast.ls(run)] == [3]
+    assert holdfast.open(f"{run}@step=3")["w"].numpy().tolist() == list(range(1000))
