@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -13,11 +14,19 @@ import torch
 
 import holdfast
 from holdfast import Checkpointer, Memory
+from holdfast.format.records import Place
+from holdfast.run.committed_places import FIRST_NAMES
+from holdfast.run.history import Run
+from holdfast.store.urls import location_of, open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.jobs.test_resharding import load, save
+from tests.run.test_history import new_run, open_epoch
+from tests.run.test_history import save as save_record
 from tests.support.command_line import holdfast_command
 from tests.support.models import filled, start_new_job
 from tests.support.nursery import until
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
+from tests.support.servers.fault_proxy import FaultProxy
 from tests.support.servers.s3 import Bucket
 
 R = TypeVar("R")
@@ -83,5 +92,29 @@ def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:
     for command in (("ls", run), ("verify", run), ("doctor", run), ("prune", run, "--keep-last", "1", "--yes")):
         done = holdfast_command(*command)
         assert done.status in (None, 0), done
+        assert ("AbortIncompleteMultipartUpload" in done.out) == (command[0] == "doctor")
     assert [each.step for each in holdfast.ls(run)] == [3]
     assert holdfast.open(f"{run}@step=3")["w"].numpy().tolist() == list(range(1000))
+
+
+def test_the_head_takes_a_number_of_requests_that_does_not_depend_on_the_history(
+    run: str, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    numbers = []
+    for num_commits in (3, 2 * FIRST_NAMES):
+        url = f"{bucket.url}/{num_commits}?endpoint={proxy.endpoint}&allow_http=true"
+        stored = open_store(location_of(url))
+        history = MemoryStore()
+        begun = new_run(history)
+        open_epoch(begun)
+        for number in range(1, num_commits + 1):
+            save_record(begun, Place(1, number), step=number)
+        records = [(key, data) for key, data in history.objects.items() if not key.startswith("checkpoints/")]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda record: stored.create(*record), records))  # noqa: B023 - it is called at once
+        before = len(proxy.requests)
+        head = Run.open(stored).head()
+        assert head is not None
+        assert head.step == num_commits
+        numbers.append(len(proxy.requests) - before)
+    assert numbers[0] == numbers[1] <= 6

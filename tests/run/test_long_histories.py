@@ -12,6 +12,8 @@ import pytest
 from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Place
+from holdfast.format.tombstones import removed_key
+from holdfast.run.committed_places import FIRST_NAMES
 from holdfast.run.history import Run, resolve
 from holdfast.run.paths import Selection
 from holdfast.run.rollback import rollback
@@ -41,9 +43,9 @@ class Counting(MemoryStore):
         self.asked["look"] += 1
         return super().nbytes(key)
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> list[str]:
         self.asked["list"] += 1
-        return super().list(folder)
+        return super().list(folder, limit=limit)
 
     def create(self, key: str, data: bytes) -> bool:
         self.asked["create"] += 1
@@ -107,7 +109,7 @@ def a_rollback(run: Run) -> None:
 @pytest.mark.parametrize("work", [the_head, a_step, a_place, a_resume_and_its_saves, a_rollback])
 def test_what_is_asked_of_storage_does_not_depend_on_the_length_of_the_history(work) -> None:  # type: ignore[no-untyped-def]
     costs = []
-    for run in (grown(20), grown(LONG)):
+    for run in (grown(3 * FIRST_NAMES), grown(LONG)):
         work(run)
         costs.append(asked(run))
     assert costs[0] == costs[1]
@@ -151,3 +153,23 @@ def test_ls_of_thousands_of_checkpoints_takes_little_time(tmp_path: Path) -> Non
     done = holdfast_command("ls", run)
     assert time.process_time() - begun_s < 2.0
     assert (done.status, len(done.lines)) == (0, 4 * LONG + 2)
+
+
+@pytest.mark.parametrize("names", [0, 2, 3 * FIRST_NAMES])
+def test_names_of_others_before_those_of_records_hide_no_head(names: int) -> None:
+    run = grown(10)
+    head = run.head()
+    for number in range(names):
+        for folder in ("epochs", "history"):
+            run.storage.create(f"{folder}/ {number}", b"")  # sorts before digits
+    assert run.head() == head
+
+
+@pytest.mark.parametrize("removed", [1, FIRST_NAMES // 2 - 1, FIRST_NAMES // 2, FIRST_NAMES, FIRST_NAMES + 1])
+def test_the_head_is_found_behind_any_number_of_removed_places(removed: int) -> None:
+    run = grown(2 * FIRST_NAMES)
+    places = run.places()
+    for place in places[:removed]:
+        run.storage.create(removed_key(place), b"")
+    assert run.head_place() == places[removed]
+    assert run.places() == list(run.history().places()) == places[removed:]

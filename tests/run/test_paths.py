@@ -64,7 +64,7 @@ def test_a_path_that_names_nothing_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["s3://bucket/run", "gs://bucket/run@step=7", "file://server/run", "file://run"])
+@pytest.mark.parametrize("text", ["hdfs://name/run", "sftp://host/run@step=7", "file://server/run", "file://run"])
 def test_a_url_is_refused_and_told_what_works(text: str) -> None:
     for refuse in (parse, location_of):
         with pytest.raises(ConfigurationError, match="local or shared file system") as caught:
@@ -170,3 +170,17 @@ def test_the_name_of_a_model_on_the_hub_is_to_be_downloaded(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HoldfastError, match=r"Hugging Face Hub.*ownload"):
         holdfast.load(path, {"model": {}})
+
+
+@pytest.mark.parametrize(
+    ("text", "location", "step"),
+    [
+        ("s3://bucket/run@step=7", Location("s3://bucket/run"), 7),
+        ("s3://bucket/run?region=eu@step=7", Location("s3://bucket/run", (("region", "eu"),)), 7),
+        ("gs://bucket/run", Location("gs://bucket/run"), None),
+    ],
+)
+def test_a_selector_follows_the_options_of_an_object_store(text: str, location: Location, step: int | None) -> None:
+    found = parse(text)
+    assert (found.location, found.step) == (location, step)
+    assert parse(location).location == location

@@ -49,9 +49,9 @@ class FaultyStore:
         with self.watched("nbytes", key):
             return self._storage.nbytes(key)
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         with self.watched("list", folder):
-            return self._storage.list(folder)
+            return self._storage.list(folder, limit=limit)
 
     def create(self, key: str, data: bytes) -> bool:
         with self.watched("create", key):

@@ -67,6 +67,8 @@ def doctor(run: str, *, deep: bool, finish: bool, remove: bool, force: bool, yes
         print_json(DoctorDocument(root, head_before, head, findings, _paths(finished), _paths(removed), left))
     else:
         _conclude(run, head_before, head, left)
+        if remark := found.storage.capabilities.unlisted_remains:
+            say(console(), f"\n{remark}")
     return not left
 
 

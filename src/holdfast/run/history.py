@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from typing import Final, NoReturn, TypeVar
 
 import msgspec
@@ -27,7 +26,8 @@ from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Commit, Epoch, Fork, Marker, Place, Record, Seal, Why
-from holdfast.format.tombstones import parse_removed_name, removed_key, removed_name
+from holdfast.format.tombstones import removed_key
+from holdfast.run.committed_places import FIRST_NAMES, History
 from holdfast.run.holds import await_removals
 from holdfast.run.mixed import check_unmixed
 from holdfast.run.paths import Selection, lost_marker, no_run, runs_in, some, some_quoted
@@ -111,8 +111,12 @@ class Run:
         return sorted((n for n in map(records.parse_epoch_name, names) if n is not None), reverse=True)
 
     def newest_epoch(self) -> int | None:
-        """The number of the newest epoch, or None before the first. One request."""
-        return next(iter(self.epochs()), None)
+        """The number of the newest epoch, or None before the first. One request, of a few names."""
+        names = self.storage.list(records.EPOCHS, limit=FIRST_NAMES)
+        newest = next((n for n in map(records.parse_epoch_name, names) if n is not None), None)
+        if newest is None and len(names) == FIRST_NAMES:
+            return next(iter(self.epochs()), None)  # names that no writer makes come first
+        return newest
 
     def epoch(self, number: int) -> Epoch:
         """The record of epoch `number`."""
@@ -136,11 +140,12 @@ class Run:
 
     def places(self) -> list[Place]:
         """All committed places that were not removed, newest first. One request."""
-        return list(self.history().places())
+        return list(History(self.storage.list(records.HISTORY)).places())
 
     def history(self) -> History:
-        """The names of all commits and tombstones, as of now. One request."""
-        return History(self.storage.list(records.HISTORY))
+        """The names of all commits and tombstones, as of now. One request, of the newest names, and another one of all
+        when older ones are needed."""
+        return History.of(self.storage)
 
     def is_committed(self, place: Place) -> bool:
         """Whether there is a commit at `place` that was not removed. Two requests."""
@@ -451,49 +456,6 @@ class Run:
             action="Stop this job. If it is to go on in place of the other one, start it again, with a restore.",
             path=self.storage.location.url,
         )
-
-
-class History:
-    """The names in ``history/``, as of one listing.
-
-    Names count down, so the listing is sorted newest first, and methods parse only the names that they need.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self._names = names
-
-    def places(self) -> Iterator[Place]:
-        """The committed places that were not removed, newest first."""
-        return self._from(0)
-
-    def places_of(self, epoch: int, *, before: Place | None = None) -> Iterator[Place]:
-        """The committed places of `epoch`, newest first; with `before`, only those that are older than that place."""
-        if before is None:
-            at = bisect_left(self._names, records.commit_name(Place(epoch, records.MAX_SEQ)))
-        else:
-            at = bisect_right(self._names, records.commit_name(before))
-        return takewhile(lambda place: place.epoch == epoch, self._from(at))
-
-    def newest_epoch(self) -> int | None:
-        """The newest epoch that has a commit or a tombstone."""
-        places = (records.parse_commit_name(name) or parse_removed_name(name) for name in self._names)
-        return next((place.epoch for place in places if place is not None), None)
-
-    def is_removed(self, place: Place) -> bool:
-        """Whether the checkpoint at `place` was deleted, or is being deleted."""
-        name = removed_name(place)
-        at = bisect_left(self._names, name)
-        return self._names[at : at + 1] == [name]
-
-    def removed(self) -> frozenset[Place]:
-        """The places that were removed."""
-        return frozenset(place for place in map(parse_removed_name, self._names) if place is not None)
-
-    def _from(self, at: int) -> Iterator[Place]:
-        for name in islice(self._names, at, None):
-            place = records.parse_commit_name(name)
-            if place is not None and not self.is_removed(place):
-                yield place
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ class Capabilities:
 
     `is_mappable`: the path of an object is the path of a file that this process can map into its memory.
 
+    `unlisted_remains`: what dead writers may leave that `Store.leftovers` does not list, and who removes it, or empty.
+    ``holdfast doctor`` shows it.
+
     `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
     were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
     them raise.
@@ -64,6 +67,7 @@ class Capabilities:
     is_mappable: bool = False
     in_order: bool = False
     is_fenced: bool = True
+    unlisted_remains: str = ""
 
 
 class FileWriter(Protocol):
@@ -138,10 +142,11 @@ class Store(Protocol):
     def nbytes(self, key: str) -> int | None:
         """Size of an object, or None where there is none."""
 
-    def list(self, folder: str) -> list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> list[str]:
         """The names directly below `folder`, sorted; empty where the folder does not exist. ``""`` is the root.
 
-        Temporary names of unpublished objects are left out.
+        Temporary names of unpublished objects are left out. With `limit`, only the first `limit` names; a store whose
+        server sorts them gets them with a number of requests that does not depend on how many others there are.
         """
 
     def create(self, key: str, data: bytes) -> bool:

@@ -99,9 +99,9 @@ class FsspecStore:
         found = self._status(self._inside(_checked(key)))
         return found["size"] if found is not None and found["type"] == "file" else None
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         """As `Store.list`."""
-        return sorted(name for name in self._names(folder) if not name.startswith(TEMPORARY_PREFIX))
+        return sorted(name for name in self._names(folder) if not name.startswith(TEMPORARY_PREFIX))[:limit]
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`, but two writers at once can both succeed where the run is unfenced."""

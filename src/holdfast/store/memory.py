@@ -48,9 +48,9 @@ class FilesInMemory:
         data = self._objects.get(key)
         return None if data is None else data.nbytes
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         """As `Store.list`; there are no folders."""
-        return [] if folder else sorted(self._objects)
+        return [] if folder else sorted(self._objects)[:limit]
 
     def reader(self, key: str) -> FileReader:
         """As `Store.reader`."""

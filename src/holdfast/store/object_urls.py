@@ -123,7 +123,7 @@ def _options(scheme: str, query: str) -> dict[str, str]:
         if _SECRET_NAME.search(name):
             raise _secret(scheme, f"option '{name}'")
         raise ConfigurationError(
-            f"'{name}' is no option of a {scheme}:// URL.",
+            f"URLs of {scheme}:// have no option '{name}'.",
             code="config.store_option",
             action=f"Use {', '.join(known)}; everything else comes from the environment.",
         )

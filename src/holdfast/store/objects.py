@@ -37,6 +37,12 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 #: The chunks in which the body of an answer arrives: larger ones are put together from smaller ones, by one more copy.
 _CHUNK_NBYTES: Final = 256 << 10
+_RULE: Final = (
+    "Uploads that a dead process began take space, and cannot be listed here: let a lifecycle rule of the bucket "
+    "delete them after some days (AbortIncompleteMultipartUpload)."
+)
+#: Azure deletes blocks that were never committed by itself, after a week.
+_REMAINS: Final = {"s3": _RULE, "gs": _RULE}
 
 
 class ObjectStore:
@@ -48,13 +54,12 @@ class ObjectStore:
     the store.
     """
 
-    capabilities = Capabilities(in_order=True)
-
     def __init__(self, location: Location, *, part_nbytes: int = PART_NBYTES) -> None:
         self.location = location
         self._place = ObjectPlace.of(location)
         self._client = client_of(location)
         self._part_nbytes = part_nbytes
+        self.capabilities = Capabilities(in_order=True, unlisted_remains=_REMAINS.get(self._place.scheme, ""))
 
     def resolved(self) -> str:
         """The URL of the root, and the address of its server where that is not the cloud's own."""

@@ -54,9 +54,9 @@ class PacedStore:
         """As `Store.nbytes`."""
         return self._paced(lambda: self._storage.nbytes(key))
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         """As `Store.list`."""
-        return self._paced(lambda: self._storage.list(folder))
+        return self._paced(lambda: self._storage.list(folder, limit=limit))
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`."""

@@ -95,9 +95,10 @@ class PosixStore:
                 return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
-    def list(self, folder: str) -> builtins.list[str]:
-        """The names directly below `folder`, sorted; ``""`` is the root; empty where there is no such folder."""
-        return sorted(name for name in _names(self._folder(folder)) if not name.startswith(TEMPORARY_PREFIX))
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
+        """The names directly below `folder`, or the first `limit` of them, sorted; ``""`` is the root; empty where
+        there is no such folder."""
+        return sorted(name for name in _names(self._folder(folder)) if not name.startswith(TEMPORARY_PREFIX))[:limit]
 
     def create(self, key: str, data: bytes) -> bool:
         """Publish `data` under `key`, atomically and durably. Returns False, and changes nothing, when the key exists.

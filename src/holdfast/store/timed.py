@@ -64,9 +64,9 @@ class TimedStore:
         """As `Store.nbytes`."""
         return self._ask("look at", self.path(key), partial(self.untimed.nbytes, key))
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         """As `Store.list`."""
-        return self._ask("list", self._folder(folder), partial(self.untimed.list, folder))
+        return self._ask("list", self._folder(folder), partial(self.untimed.list, folder, limit=limit))
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`."""

@@ -54,12 +54,13 @@ class MemoryStore:
             data = self.objects.get(key)
         return None if data is None else len(data)
 
-    def list(self, folder: str) -> builtins.list[str]:
+    def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
         """As `Store.list`."""
         self.num_requests += 1
         prefix = folder + "/" if folder else ""
         with self._lock:
-            return sorted({key.removeprefix(prefix).split("/")[0] for key in self.objects if key.startswith(prefix)})
+            names = {key.removeprefix(prefix).split("/")[0] for key in self.objects if key.startswith(prefix)}
+        return sorted(names)[:limit]
 
     def create(self, key: str, data: bytes) -> bool:
         """As `Store.create`."""

@@ -112,6 +112,9 @@ class StoreConformance(ABC):
         assert other.list("") == ["a", "b", "c"]
         assert other.list("b") == ["1", "2", "deep"]
         assert other.list("a/none") == []
+        assert other.list("", limit=2) == ["a", "b"]
+        assert other.list("b", limit=1) == ["1"]
+        assert other.list("b", limit=9) == ["1", "2", "deep"]
 
     def test_an_object_is_invisible_until_it_is_published(self, store: Store, other: Store) -> None:
         content = _bytes(3 << 20)
