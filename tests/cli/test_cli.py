@@ -163,7 +163,7 @@ def test_a_line_is_not_broken_where_no_terminal_has_a_width(run: Path) -> None:
         (["plan", "{run}", "--on", "99999999999"], 2, "less than or equal to"),
         (["show", "{run}", "--names", "weigth"], 3, "Did you mean 'weight'?"),
         (["diff", "{run}", "{run}@9.9"], 3, "Choose one of its places: 1.3, 1.2, 1.1."),
-        (["ls", "s3://bucket/run"], 2, "object stores are not supported yet"),
+        (["ls", "floppy://bucket/run"], 2, "which no installed package opens"),
         (["rollback", "{run}", "--to", "1"], 2, "Write --to 3.12"),
         (["rollback", "{run}"], 2, "Missing option '--to'"),
         (["rm", "{run}"], 2, "@PLACE"),

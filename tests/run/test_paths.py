@@ -64,7 +64,7 @@ def test_a_path_that_names_nothing_is_refused(text: str) -> None:
         parse(text)
 
 
-@pytest.mark.parametrize("text", ["hdfs://name/run", "sftp://host/run@step=7", "file://server/run", "file://run"])
+@pytest.mark.parametrize("text", ["floppy://name/run", "tape://host/run@step=7", "file://server/run", "file://run"])
 def test_a_url_is_refused_and_told_what_works(text: str) -> None:
     for refuse in (parse, location_of):
         with pytest.raises(ConfigurationError, match="local or shared file system") as caught:

@@ -66,8 +66,8 @@ class Capabilities:
 
     is_mappable: bool = False
     in_order: bool = False
-    unlisted_remains: str = ""
     is_fenced: bool = True
+    unlisted_remains: str = ""
 
 
 class FileWriter(Protocol):
