@@ -20,6 +20,7 @@ from holdfast.run.history import Run
 from holdfast.store.urls import location_of, open_store
 from holdfast.testing.memory_store import MemoryStore
 from tests.jobs.test_resharding import load, save
+from tests.project.test_guides import example, run_as_started
 from tests.run.test_history import new_run, open_epoch
 from tests.run.test_history import save as save_record
 from tests.support.command_line import holdfast_command
@@ -118,3 +119,17 @@ def test_the_head_takes_a_number_of_requests_that_does_not_depend_on_the_history
         assert head.step == num_commits
         numbers.append(len(proxy.requests) - before)
     assert numbers[0] == numbers[1] <= 6
+
+
+def test_the_example_of_the_guide_goes_on_as_it_says(
+    run: str, secrets: dict[str, str], node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in secrets.items():
+        monkeypatch.setenv(name, value)
+    script, calls = example(Path(__file__).parents[2] / "docs/guides/object_storage.md")
+    policy = "save=holdfast.EverySteps(10)"
+    assert policy in script
+    memory = f"memory=holdfast.Memory(node_dir={str(node_dir)!r})"  # whose keepers end with the test
+    (tmp_path / "train.py").write_text(script.replace(policy, f"{policy}, {memory}"))
+    for call in calls:
+        assert run_as_started(tmp_path, call._replace(arguments=[run, *call.arguments[1:]])) == call.output

@@ -27,8 +27,8 @@ ALL_GUIDES = sorted((Path(__file__).parents[2] / "docs" / "guides").glob("*.md")
 #: Their examples import libraries that take seconds, and which ask torchrun's environment.
 OF_FRAMEWORKS = [guide for guide in ALL_GUIDES if guide.stem in ("accelerate", "fabric", "lightning", "transformers")]
 #: These have environments of their own: `test_deepspeed_engines`, `test_megatron_jobs`, `test_quantised`,
-#: `test_ray_train` and `test_torchtitan_jobs` run their examples there.
-APART = ("deepspeed", "megatron", "quantised", "ray", "torchtitan")
+#: `test_ray_train` and `test_torchtitan_jobs` run their examples there. `test_object_runs` has a server for its guide.
+APART = ("deepspeed", "megatron", "object_storage", "quantised", "ray", "torchtitan")
 GUIDES = [guide for guide in ALL_GUIDES if guide not in OF_FRAMEWORKS and guide.stem not in APART]
 
 pytestmark = pytest.mark.usefixtures("memory_is_given_back")

@@ -104,8 +104,8 @@ class SftpFile:
         self._lock = Lock()
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileBeingWritten.write_at`, with all of `data` under way at a time. paramiko would drop the errors of the last
-        hundred packets, so the last byte is sent by itself, and waits for the answers to all packets."""
+        """As `FileBeingWritten.write_at`, with all of `data` under way at a time. paramiko would drop the errors of the
+        last hundred packets, so the last byte is sent by itself, and waits for the answers to all packets."""
         with self._lock:
             self._file.seek(offset)
             self._file.set_pipelined(True)
