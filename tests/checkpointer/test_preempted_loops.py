@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import Checkpointer, EverySteps, Memory, OnPreemption
+from holdfast.checkpointer.own_resume import OwnResume
 from tests.checkpointer.test_policies import committed
 from tests.support.keepers import end_keepers, keepers
 from tests.support.models import start_new_job
@@ -118,8 +119,14 @@ class TestNotice:
 
 
 def test_the_end_waits_no_longer_than_the_machine_exists(
-    run: str, state: dict[str, object], memory: Memory, caplog: pytest.LogCaptureFixture
+    run: str,
+    state: dict[str, object],
+    memory: Memory,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    left = list[float]()
+    monkeypatch.setattr(OwnResume, "end", lambda _, left_s: left.append(left_s))
     own = Checkpointer(run, state, memory=memory, save=EverySteps(1) | OnPreemption(deadline_s=1.0))
     own.step(0)
     handle = own.step(1)
@@ -135,6 +142,8 @@ def test_the_end_waits_no_longer_than_the_machine_exists(
     assert 0.8 <= time.monotonic() - begun_s < 15.0
     assert "the machine is taken away, and not all saves are durable" in caplog.text
     assert committed(run) == [1]
+    assert len(left) == 1
+    assert left[0] <= 0.0  # a deletion waited for storage as long as all saves together
 
 
 def test_a_deadline_counts_from_the_notice_and_not_from_the_end_of_a_long_step(

@@ -446,7 +446,7 @@ class Checkpointer:
         refuse_nested(CHECKPOINTER_CLOSE)
         self._is_closed = True
         self._observers.training_ends()
-        left_s = math.inf if self._loop is None else self._loop.preemption.left_s
+        begun_s, left_s = time.monotonic(), math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
             if left_s < self._timeout_s:
@@ -454,7 +454,7 @@ class Checkpointer:
             else:
                 self._wait(self._timeout_s)
                 self._observers.finish(self._timeout_s, is_last=True)
-            self._own_resume.end(left_s)
+            self._own_resume.end(left_s - (time.monotonic() - begun_s))
         finally:
             self._forget_signals()
             self._let_go(patience_s=LEAVING_S if left_s < self._timeout_s else None)
