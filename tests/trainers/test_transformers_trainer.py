@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import holdfast
 from holdfast.data import GlobalOrder
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, IncompatibleError
 from tests.project.test_docs import ARGUMENT, signature_rows
 from tests.support.bound import bits
 from tests.support.models import start_new_job
@@ -325,6 +325,17 @@ def test_a_job_that_an_exception_ends_can_be_started_again_in_the_same_process(r
     again = Job(run, 6)
     assert again.saves.report is not None
     assert again.saves.report.next_step == 2
+
+
+def test_a_checkpoint_that_does_not_fit_got_advice_that_no_callback_can_follow(run: str, tmp_path: Path) -> None:
+    Job(run, 2)
+    with pytest.raises(IncompatibleError, match="class SGD here, but of class AdamW") as caught:
+        Job(run, 4, optim="sgd")
+    assert 'into={"model": model} and select="model", and give the callback a new run' in caught.value.action
+    model = Regression()
+    holdfast.load(run, into={"model": model}, select="model")
+    again = Job(str(tmp_path / "new"), 4, optim="sgd")
+    assert again.found["step"] == 4
 
 
 def test_the_reference_has_every_argument_of_the_callback() -> None:

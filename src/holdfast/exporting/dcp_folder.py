@@ -40,23 +40,25 @@ def dcp_folder(choice: ChosenContent, *, identity: str, shard_nbytes: int) -> Ne
     """The folder for the chosen tensors and values, in files of at most `shard_nbytes` bytes, or of one archive.
 
     A key is the path of a name's keys, joined by dots, as DCP makes them of nested dicts. The names of optimizers are
-    those of ``get_state_dict``. A tied tensor is stored once, and found under all its names. Raises
-    `IncompatibleError`, code ``incompatible.export``, for keys that meet.
+    those of ``get_state_dict``. A tied tensor is stored once, and found under all its names, and so is its state in an
+    optimizer. Raises `IncompatibleError`, code ``incompatible.export``, for keys that meet.
     """
     nodes = choice.table.nodes
     optimizers = dcp_optimizers(choice)
     values = [name for name in choice.values if name not in optimizers.dropped]
     names = [*values, *(name for one in choice.tensors for name in one.names)]
     paths = {name: optimizers.paths.get(name) or key_path(name, nodes) for name in names}
-    keys = _keys(paths)
+    keys = _keys({name: [path, *optimizers.copies.get(name, ())] for name, path in paths.items()})
     added = {".".join(map(str, path)): path for path in optimizers.added}
-    content = DcpContent(shard_nbytes, {keys[name]: path for name, path in paths.items()} | added)
+    found = {key: path for name in names for key, path in keys[name].items()}
+    content = DcpContent(shard_nbytes, found | added)
     for name in values:
-        content.add_value(keys[name], plain_value(nodes, name))
+        for key in keys[name]:
+            content.add_value(key, plain_value(nodes, name))
     for key, path in added.items():
         content.add_value(key, optimizers.added[path])
     for aliases, tensor in choice.tensors:
-        content.add_tensor([keys[name] for name in aliases], tensor)
+        content.add_tensor([key for name in aliases for key in keys[name]], tensor)
     return NewFolder(identity, {}, content.files(), {METADATA: content.metadata()}, len(choice.tensors))
 
 
@@ -97,11 +99,11 @@ class DcpContent:
         return pickle.dumps(self._metadata)
 
 
-def _keys(paths: Mapping[str, KeyPath]) -> dict[str, str]:
-    """The key of each name."""
-    keys = {name: ".".join(map(str, path)) for name, path in paths.items()}
+def _keys(paths: Mapping[str, Sequence[KeyPath]]) -> dict[str, dict[str, KeyPath]]:
+    """The keys of each name, with their paths."""
+    keys = {name: {".".join(map(str, path)): path for path in found} for name, found in paths.items()}
     owners: dict[str, str] = {}
-    for name, key in keys.items():
+    for name, key in ((name, key) for name, found in keys.items() for key in found):
         if owners.setdefault(key, name) != name:
             text = f"and {owners[key]} would both get the key {key!r}"
             raise unfit(name, text, "Rename one with a mapping (--mapping).")

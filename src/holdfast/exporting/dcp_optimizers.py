@@ -6,7 +6,7 @@ its parameters. Holdfast stores the full names of parameters, since an optimizer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,10 +21,12 @@ _OWN: Final = ("class", "group_of", "order")
 
 @dataclass
 class DcpOptimizers:
-    """The paths of keys that differ from the stored names, by name (`paths`); values that a folder has beside the
-    stored ones, by their paths (`added`); and the names that it lacks (`dropped`)."""
+    """The paths of keys that differ from the stored names, by name (`paths`), and further ones for the other names of a
+    tied parameter (`copies`); values that a folder has beside the stored ones, by their paths (`added`); and the names
+    that it lacks (`dropped`)."""
 
     paths: dict[str, KeyPath] = field(default_factory=dict)
+    copies: dict[str, list[KeyPath]] = field(default_factory=dict)
     added: dict[KeyPath, list[str]] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
 
@@ -49,7 +51,7 @@ def dcp_optimizers(choice: ChosenContent) -> DcpOptimizers:
 def _rename(
     found: DcpOptimizers,
     path: str,
-    inside: Mapping[str, str],
+    inside: Mapping[str, Sequence[str]],
     group_of: Mapping[str, int],
     chosen: list[str],
     nodes: Mapping[str, Node],
@@ -63,7 +65,9 @@ def _rename(
             parameter = _parameter_of(name.removeprefix(slots), inside)
             if parameter:
                 slot = key_path(name, nodes)[len(key_path(slots + parameter, nodes)) :]
-                found.paths[name] = (*base, "state", inside[parameter], *slot)
+                found.paths[name], *copies = [(*base, "state", each, *slot) for each in inside[parameter]]
+                if copies:
+                    found.copies[name] = copies
         elif name.startswith(groups):
             index, *below = key_path(name, nodes)[len(base) + 1 :]
             listed.add(int(index))
@@ -71,7 +75,7 @@ def _rename(
         elif name.removeprefix(path + "/").partition("/")[0] in _OWN and name.startswith(path + "/"):
             found.dropped.add(name)
     for index in sorted(listed):
-        members = [inside[name] for name, group in group_of.items() if group == index]
+        members = [inside[name][0] for name, group in group_of.items() if group == index]
         found.added[*base, "param_groups", index, "params"] = members
 
 
@@ -90,20 +94,22 @@ def _module_of(names: Mapping[str, int], nodes: Mapping[str, Node]) -> str:
     return max(whole, key=len, default="")
 
 
-def _names_inside(module: str, names: Mapping[str, int], choice: ChosenContent) -> dict[str, str]:
-    """The name of each parameter in its module. Of a tied one, torch names the first one in the module, which the input
-    embedding is where there is one."""
+def _names_inside(module: str, names: Mapping[str, int], choice: ChosenContent) -> dict[str, list[str]]:
+    """The names of each parameter in its module. Of a tied one, torch takes the first one in the module, which no
+    checkpoint tells: it is the input embedding where there is one, which comes first here."""
     nodes, aliases = choice.table.nodes, choice.table.aliases
     every: dict[str, list[str]] = {name: [name] for name in names}
     for alias, of in sorted(aliases.items()):
         if of in every and alias.startswith(module + "/"):
             every[of].append(alias)
     above = len(key_path(module, nodes))
-    best = {name: min(tied, key=embedding_likeness) for name, tied in every.items()}
-    return {name: ".".join(map(str, key_path(one, nodes)[above:])) for name, one in best.items()}
+    return {
+        name: [".".join(map(str, key_path(one, nodes)[above:])) for one in sorted(tied, key=embedding_likeness)]
+        for name, tied in every.items()
+    }
 
 
-def _parameter_of(below: str, inside: Mapping[str, str]) -> str:
+def _parameter_of(below: str, inside: Collection[str]) -> str:
     """The parameter that a slot belongs to, whose name begins with that of the parameter; "" for others."""
     name = below
     while name and name not in inside:

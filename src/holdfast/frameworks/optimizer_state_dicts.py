@@ -66,19 +66,19 @@ def as_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Bind
     own = list(dict.fromkeys(entry.name for group in groups for entry in group))
     if all(type(parse_component(name)) is int for name in contents.group_of):
         _check_whole(path, optimizer, source)
-        return StateDictSource(path, source, contents, ())
+        return StateDictSource(path, source, contents, {})
     _check_distinct(path, own)
-    return StateDictSource(path, source, contents, own)
+    return StateDictSource(path, source, contents, _named_here(path, own, contents, source))
 
 
 class StateDictSource:
     """A `BindingSource` whose names at and below `path` are those of an optimizer, and stand for the names of a dict.
 
-    `parameters` are the names in `source` of those live parameters that have the last component as their name here.
+    `parameters` has the names here of live parameters that are not named by their number, by their names in `source`.
     """
 
     def __init__(
-        self, path: str, source: BindingSource, contents: _PlainOptimizer, parameters: Collection[str]
+        self, path: str, source: BindingSource, contents: _PlainOptimizer, parameters: Mapping[str, str]
     ) -> None:
         self._source = source
         self._real = contents.real
@@ -87,7 +87,7 @@ class StateDictSource:
             join(group_of, component(name)): (group, stored) for name, (group, stored) in contents.group_of.items()
         }
         self._names = sorted([*self._real, *self._groups])
-        self._short = {name: _last(name) for name in parameters}
+        self._short = parameters
         self._live = {short: name for name, short in self._short.items()}
         nodes: dict[str, Node] = {path: Open("optimizer")}
         nodes.update((name, Plain(group)) for name, (group, _) in self._groups.items())
@@ -257,6 +257,22 @@ def _nested(path: str, names: Sequence[str], nodes: Mapping[str, Node]) -> _Plai
             if parameter in group_of and slot:
                 real[join(state, parameter, slot)] = name
     return _PlainOptimizer(group_of, real) if group_of else None
+
+
+def _named_here(path: str, own: Iterable[str], contents: _PlainOptimizer, source: BindingSource) -> Mapping[str, str]:
+    """The names that live parameters have in the dict. Of the names of a tied one, it is that of a group; state that
+    lies under another one too, as in exports, must be equal."""
+    found: dict[str, str] = {}
+    for parameter in own:
+        names = [_last(name) for name in (parameter, *source.copies(parameter))]
+        found[parameter] = first = next((name for name in names if name in contents.group_of), names[0])
+        for other in names:
+            if first in contents.group_of and other not in contents.group_of:
+                above = join(path, _STATE, other)
+                for name in source.stored_below(above):
+                    source.mark(name)
+                    source.require_equal(join(path, _STATE, first) + name.removeprefix(above), name)
+    return found
 
 
 def _flat(

@@ -150,7 +150,7 @@ def _parts(
         found = _StateParts([*found.common, *sorted(here - mixed)], [*found.others, *sorted(there - mixed)])
         if not mixed and (depth == 1 or max(map(len, found)) <= _PARTS):
             return found
-        if not mixed or any(path in known or not _is_dict(nodes.get(path)) for path in mixed):
+        if not mixed or any(path in known or not _is_divisible(path, nodes) for path in mixed):
             break
         shared, lacking = (
             [name for name in names if "/".join(name.split("/")[:depth]) in mixed] for names in (shared, lacking)
@@ -158,10 +158,17 @@ def _parts(
     return _StateParts([], [])
 
 
-def _is_dict(node: Node | None) -> bool:
-    """Whether a load may take some of the entries of a container. Rules make names below containers that have no
-    node."""
-    return node is None or isinstance(node, TableNode) or node == Open("dict")
+def _is_divisible(path: str, nodes: Mapping[str, Node]) -> bool:
+    """Whether a load may take some of the entries of a container: of one that rules made, which has no node, or of a
+    dict of modules and optimizers. Dicts of other systems may be the state of an object, which is taken whole."""
+    node = nodes.get(path)
+    is_dict = isinstance(node, TableNode) or node == Open("dict")
+    return node is None or (is_dict and any(name.rpartition("/")[0] == path for name in _objects(nodes)))
+
+
+def _objects(nodes: Mapping[str, Node]) -> Iterator[str]:
+    """The paths of modules and optimizers."""
+    return (path for path, node in nodes.items() if isinstance(node, Open) and node.kind != "dict")
 
 
 def _names_action(missing: Collection[str], unexpected: Collection[str], parts: _StateParts) -> str:

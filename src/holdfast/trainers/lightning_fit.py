@@ -12,6 +12,7 @@ from torch import Tensor
 from holdfast.checkpointer import Checkpointer
 from holdfast.errors import ConfigurationError
 from holdfast.frameworks.random_generators import GeneratorStates, RandomGenerators
+from holdfast.trainers.callback_restore import restore_in_callback
 from holdfast.trainers.lightning_parts import LightningParts
 
 _log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class LightningFit:
 
     def restore(self, *, at: str | None) -> None:
         """Fill the state."""
-        report = self._checkpointer.restore(at=at)
+        report = restore_in_callback(self._checkpointer, at=at)
         if report.load is not None:
             self._is_restored = True
             self._last = self._saved = report.next_step - 1

@@ -29,6 +29,7 @@ from holdfast.saving import run_location
 from holdfast.state.per_rank import PerRank
 from holdfast.state.random_state import RandomState
 from holdfast.store.base import Location
+from holdfast.trainers.callback_restore import restore_in_callback
 from holdfast.trainers.transformers_data import LoaderPosition
 from holdfast.trainers.transformers_state import TrainerRecords, with_records
 
@@ -316,7 +317,7 @@ class _Job:
     def begin(self, args: TrainingArguments, state: TrainerState, *, at: str | None) -> RestoreReport:
         """Restore the state, and go on from there."""
         resumed = state.global_step
-        report = self._checkpointer.restore(at=at)
+        report = restore_in_callback(self._checkpointer, at=at)
         skip = not args.ignore_data_skip
         if report.step is None:
             self.position.count_steps(resumed, skip=skip)
