@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -224,3 +225,24 @@ def test_of_two_equal_exports_at_once_one_succeeds_and_the_other_is_told_why(tmp
         assert sorted(map(str, map(type, found))) == sorted(map(str, (str, holdfast.ExportReport)))
         assert "config.destination" in found
         assert sum(len(load_file(file)) for file in dst.glob("*.safetensors")) == 20
+
+
+def test_an_export_was_told_to_check_its_path_where_another_one_had_just_ended(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hf"
+    killed(run, folder)
+    listed = PosixStore.list
+
+    def ends(store: PosixStore, *arguments: Any, **options: Any) -> list[str]:
+        names = listed(store, *arguments, **options)
+        if store.location.folder == folder:
+            monkeypatch.undo()
+            for path in folder.glob("holdfast-export*"):  # the last step of the other call, after this one has looked
+                path.unlink()
+        return names
+
+    monkeypatch.setattr(PosixStore, "list", ends)
+    with pytest.raises(ConfigurationError, match="another call writes an export to") as caught:
+        holdfast.export(run, folder, shard_nbytes=1_000_000)
+    assert caught.value.code == "config.destination"

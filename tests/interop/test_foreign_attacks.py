@@ -322,6 +322,25 @@ def test_a_file_that_was_written_again_in_place_while_it_was_read_gave_old_and_n
         assert partly.value.code == "config.partly_filled"
 
 
+def test_one_bit_of_a_pickle_made_a_tensor_that_of_another_name(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.zeros(4), "b": torch.ones(4)}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b"X\1\0\0\0001", b"X\1\0\0\0000", 1))  # the name of the storage of b
+    assert torch.load(path)["b"].tolist() == [0.0] * 4  # torch does not look at the checksum
+    with pytest.raises(holdfast.CorruptError, match=r"data\.pkl does not match its checksum"):
+        holdfast.open(path)
+
+
+def test_an_archive_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(4)}, tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert holdfast.open(tmp_path / "model.pt")["a"][...].tolist() == [1.0] * 4
+
+
 def test_a_tensor_and_a_value_of_one_path_are_refused(folder: Path) -> None:
     with pytest.raises(holdfast.CorruptError, match="twice"):
         holdfast.open(changed(folder, lambda m: m.planner_data.update({"v.lr": ("w",)})))

@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.decoding import decode_json
-from holdfast.errors import ConfigurationError, StorageError
+from holdfast.errors import ConfigurationError, NotFoundError, StorageError
 from holdfast.exporting.edge_blocks import EdgeBlocks
 from holdfast.exporting.file_tasks import (
     RECORD_NAME,
@@ -87,7 +87,8 @@ def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> Exp
     sizes |= {name: len(data) for name, data in (*folder.first.items(), *folder.last.items())}
     files = [name for name in found if name not in records]
     wrong = [name for name in files if sizes.get(name) != storage.nbytes(name)]
-    is_ours = all(_is_record_of(name, storage.read(name), folder, state) for name in records)
+    held = {name: _record_at(storage, name) for name in records}
+    is_ours = all(_is_record_of(name, data, folder, state) for name, data in held.items())
     if wrong or not is_ours:
         other = f", such as {wrong[0]}" if wrong else ""
         raise ConfigurationError(
@@ -99,7 +100,7 @@ def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> Exp
     digests: dict[str, str | None] = dict.fromkeys(files)
     for name in records:
         if name != RECORD_NAME:
-            known = decode_json(storage.read(name), FilesRecord).files
+            known = decode_json(held[name], FilesRecord).files
             digests |= {file: digest for file, digest in known.items() if file in digests}
     return ExportedFiles(digests, tuple(records), bool(records) and RECORD_NAME not in records)
 
@@ -112,6 +113,20 @@ def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
             path = f"{above}/{name}" if above else name
             if path not in folders:
                 yield path
+
+
+def _record_at(storage: Store, name: str) -> bytes:
+    """The record `name`, which was there a moment ago."""
+    try:
+        return storage.read(name)
+    except NotFoundError:
+        where = storage.location.url
+        raise ConfigurationError(
+            f"another call writes an export to {where} now: it has removed its record {name}.",
+            code="config.destination",
+            action="Wait for that one, or name another folder.",
+            path=where,
+        ) from None
 
 
 def _is_record_of(name: str, data: bytes, folder: NewFolder, state: StoredState) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from collections import deque
 from functools import lru_cache
 from itertools import pairwise
@@ -32,6 +33,8 @@ _PAGE_NBYTES: Final = 4096
 #: An archive is read at its end, then at its beginning.
 _NUM_WINDOWS: Final = 4
 _LOCAL_HEADER_NBYTES: Final = 30
+#: The checksum of an entry that torch wrote with ``set_crc32_options(False)``.
+_NO_CHECKSUM: Final = 0
 #: The flag of an entry whose name is in UTF-8.
 _UTF8: Final = 0x800
 
@@ -225,7 +228,10 @@ class TorchArchive:
                 f"its entry {entry.filename:.100} has {entry.file_size} bytes, over the limit of {limit}"
             )
         self._file.seek(self._data_start(entry))
-        return self._file.read(entry.file_size)
+        data = self._file.read(entry.file_size)
+        if entry.CRC not in (_NO_CHECKSUM, zlib.crc32(data)):
+            raise ArchiveError(f"its entry {entry.filename:.100} does not match its checksum")
+        return data
 
     def _data_start(self, entry: zipfile.ZipInfo) -> int:
         """The place of an entry's first byte in the archive."""
