@@ -8,7 +8,7 @@
 
 VENV := .venv
 #: The layers that have environments of their own.
-APART := deepspeed executors megatron planes ray titan vllm
+APART := deepspeed executors megatron planes ray stores titan vllm
 export PYTHON TORCH_INDEX
 
 .PHONY: demo test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
@@ -54,6 +54,10 @@ test-ray: .venv-ray/layer.stamp
 	.venv-ray/bin/pytest -q -m ray -o faulthandler_timeout=380 \
 		tests/trainers/test_ray_train.py tests/importing/test_ray_executor.py
 
+# Only the servers are apart: the tests run in .venv.
+test-stores: $(VENV)/dev.stamp .venv-stores/layer.stamp
+	STORES_LAYER=$(CURDIR)/.venv-stores $(VENV)/bin/pytest -q -m stores -o faulthandler_timeout=280 tests/store
+
 test-titan: .venv-titan/layer.stamp
 	.venv-titan/bin/pytest -q -m titan -o faulthandler_timeout=380 \
 		tests/trainers/test_torchtitan_jobs.py tests/trainers/test_torchft.py
@@ -88,6 +92,10 @@ clean:
 $(VENV)/torch.stamp: constraints/core.txt
 $(VENV)/dev.stamp: $(VENV)/torch.stamp pyproject.toml constraints/dev.txt constraints/docs.txt constraints/frameworks.txt
 $(VENV)/peers.stamp: $(VENV)/torch.stamp pyproject.toml constraints/frameworks.txt constraints/peers.txt
+
+.venv-stores/layer.stamp: tools/install constraints/stores.txt
+	@VENV=.venv-stores tools/install stores
+	@touch $@
 
 .venv-%/layer.stamp: tools/install pyproject.toml constraints/core.txt constraints/dev.txt constraints/%.txt
 	@VENV=.venv-$* tools/install torch

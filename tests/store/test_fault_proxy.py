@@ -15,11 +15,10 @@ import pytest
 from tests.support.nursery import until
 from tests.support.servers.fault_proxy import FaultProxy
 from tests.support.servers.faults import Fault, on
+from tests.support.servers.gcs_dialect import SIGNATURE
 from tests.support.servers.s3 import Bucket
 
-#: The server checks no signature, but answers only to requests that have one.
-SIGNED = {"Authorization": "AWS4-HMAC-SHA256 Credential=holdfast/20260101/us-east-1/s3/aws4_request"}
-
+SIGNED = {"Authorization": SIGNATURE}
 BROKEN = (http.client.BadStatusLine, http.client.IncompleteRead, ConnectionError)
 
 STARTER = """

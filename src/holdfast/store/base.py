@@ -63,10 +63,14 @@ class Capabilities:
     `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
     were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
     them raise.
+
+    `is_fenced`: of several writers that create one object at once, one succeeds. Where a store lacks it, one of two
+    jobs that write to a run at the same time can replace records of the other.
     """
 
     is_mappable: bool = False
     in_order: bool = False
+    is_fenced: bool = True
     unlisted_remains: str = ""
 
 

@@ -146,6 +146,11 @@ def _opener(scheme: str) -> Opener | None:
 
         for found in entry_points(group=_GROUP, name=scheme):
             register_store(scheme, found.load())
+    if scheme not in _openers:
+        from holdfast.store.fsspec_store import FsspecStore, is_known  # fsspec takes 50 ms to import
+
+        if is_known(scheme):
+            register_store(scheme, FsspecStore)
     return _openers.get(scheme)
 
 
