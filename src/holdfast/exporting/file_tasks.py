@@ -216,15 +216,12 @@ class FilesTask:
             return writers.setdefault(file.name, CreateOnlyWriter(storage.writer(file.name, nbytes=file.nbytes), check))
 
         check()
-        in_order = storage.capabilities.in_order
-        for file in files:
-            if in_order and file.trailers:
-                raise _needs_any_order(storage.path(file.name))
         writers: dict[str, CreateOnlyWriter] = {}
         if window_nbytes(files) <= pools.windows.buffer_nbytes:
             digests, num_read = write_together(files, writer, state, blocks, pools, advance)
         else:
             (file,) = files
+            in_order = storage.capabilities.in_order
             digest, num_read = write_by_windows(file, writer(file), state, blocks, pools, advance, in_order=in_order)
             digests = {file.name: digest}
         for file in files:
@@ -273,16 +270,6 @@ def _joined(items: Sequence[S], most_nbytes: int) -> Iterator[tuple[S, ...]]:
         nbytes += item.nbytes
     if held:
         yield tuple(held)
-
-
-def _needs_any_order(path: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{path} cannot be written: files of this format have checksums before the data, and an object store takes "
-        "bytes in order.",
-        code="config.destination",
-        action="Export into a folder, and copy that to the object store.",
-        path=path,
-    )
 
 
 def _bad_write(path: str) -> CorruptError:
