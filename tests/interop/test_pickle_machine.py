@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -134,8 +135,11 @@ def test_an_attack_in_a_folder_is_refused_with_the_global_that_it_names(
     else:
         file = folder / "__0_0.distcp"
         stored = file.read_bytes()
-        pickled = stored[stored.index(b"\x80\x02X\x00\x10\x00\x00") :][: 2 + 5 + 4096]
-        file.write_bytes(stored.replace(pickled, data.ljust(len(pickled), b"\0")))
+        pickled = stored[stored.index(b"\x80\x02X\x00\x10\x00\x00") :][: 2 + 5 + 4096 + len(b"q\x00.")]
+        replaced = data.ljust(len(pickled), b"\0")
+        checksum, other = (crc32(each).to_bytes(4, "little") for each in (pickled, replaced))
+        assert checksum in stored
+        file.write_bytes(stored.replace(pickled, replaced).replace(checksum, other))
     with pytest.raises(holdfast.IncompatibleError) as caught:
         holdfast.load(folder, {"w": torch.zeros(2), "value": ""})
     assert caught.value.code == "incompatible.foreign"
