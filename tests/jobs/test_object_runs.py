@@ -97,6 +97,20 @@ def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:
     assert holdfast.open(f"{run}@step=3")["w"].numpy().tolist() == list(range(1000))
 
 
+def test_an_export_and_its_import_are_the_same_state_and_what_needs_any_order_is_refused(run: str) -> None:
+    start_new_job()
+    state = {"w": torch.arange(1 << 20), "b": torch.randn(7)}
+    holdfast.save(run, state, 1)
+    exported, imported, refused = (run.replace("/runs/a", f"/{name}") for name in ("hf", "again", "dcp"))
+    holdfast.export(run, exported, "hf")
+    holdfast.import_checkpoint(exported, imported, 1)
+    view = holdfast.open(imported)
+    assert all(torch.equal(view[name][...], tensor) for name, tensor in state.items())
+    with pytest.raises(holdfast.ConfigurationError, match="in order"):
+        holdfast.export(run, refused, "dcp")
+    assert open_store(location_of(refused)).list("") == []
+
+
 def test_the_head_takes_a_number_of_requests_that_does_not_depend_on_the_history(
     run: str, bucket: Bucket, proxy: FaultProxy
 ) -> None:

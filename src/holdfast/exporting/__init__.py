@@ -129,11 +129,12 @@ def write_export(
     """Write a planned export into the folder `dst`. A bar shows its progress at a terminal if `shown`."""
     state, folder = plan.state, plan.folder
     name = iteration_name(state.record.step) if to == "megatron" else ""
-    storage = open_store(location_of(f"{dst.rstrip('/')}/{name}" if name else dst))
+    place = location_of(dst)
+    storage = open_store(place.below(name) if name else place)
     nbytes = sum(file.data_nbytes for file in folder.files)
     finish = None
     if name:
-        above = open_store(location_of(dst))
+        above = open_store(place)
         check_tracker(above)
         finish = partial(write_tracker, above, name)
     with counted(f"exporting to {storage.location}", nbytes, shown=shown) as advance:

@@ -228,8 +228,6 @@ class FilesTask:
             self.call.check(storage)
 
         check()
-        if file.trailers and storage.capabilities.in_order:
-            raise _needs_any_order(storage.path(file.name))
         source: Source
         source = elements = ElementSource(state, file.segments, blocks, pools.reads, advance)
         writer: FileWriter
@@ -292,16 +290,6 @@ def _joined(items: Sequence[S], most_nbytes: int) -> Iterator[tuple[S, ...]]:
         nbytes += item.nbytes
     if held:
         yield tuple(held)
-
-
-def _needs_any_order(path: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{path} cannot be written: files of this format have checksums before the data, and an object store takes "
-        "bytes in order.",
-        code="config.destination",
-        action="Export into a folder, and copy that to the object store.",
-        path=path,
-    )
 
 
 def _bad_write(path: str) -> CorruptError:

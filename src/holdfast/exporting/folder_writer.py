@@ -148,6 +148,7 @@ def write_folder(
     `StorageError`, code ``storage.full``, where the disk lacks the space: all before anything is written. Later errors
     leave a folder that the same call continues.
     """
+    _check_order(storage, folder)
     found = finished_files(storage, folder, state)
     _check_space(storage, sum(file.nbytes for file in folder.files if file.name not in found.digests))
     place = storage.location.folder
@@ -326,6 +327,19 @@ def _create(storage: Store, name: str, data: bytes, found: ExportedFiles, kept: 
         storage.delete(name)
     storage.create(name, data)
     return len(data)
+
+
+def _check_order(storage: Store, folder: NewFolder) -> None:
+    """Refuse files that cannot be written from the first byte to the last, where the store needs that."""
+    unordered = next((file.name for file in folder.files if file.trailers), None)
+    if unordered is not None and storage.capabilities.in_order:
+        raise ConfigurationError(
+            f"{storage.path(unordered)} cannot be written: files of this format have checksums before the data, and an "
+            "object store takes bytes in order.",
+            code="config.destination",
+            action="Export into a folder, and copy that to the object store.",
+            path=storage.location.url,
+        )
 
 
 def _check_space(storage: Store, nbytes: int) -> None:

@@ -46,6 +46,10 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
         """The folder that the location names; None for a URL."""
         return None if SCHEME.match(self.url) else Path(self.url)
 
+    def below(self, name: str) -> Location:
+        """The location of `name` in this one, with the same options."""
+        return Location(f"{self.url.rstrip('/')}/{name}", self.options)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
