@@ -27,7 +27,6 @@ import holdfast
 from holdfast.data import MixedOrder, PackedTokens, ShardedStream, ShardOfDataset
 from holdfast.run.history import Run
 from holdfast.store.base import Location
-from holdfast.store.fsspec_store import FsspecStore
 from holdfast.store.urls import open_store
 from tests.support.models import start_new_job
 from tests.support.nursery import run_script
@@ -305,17 +304,6 @@ def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) ->
     assert torch.equal(model.weight, saved.weight)
 
 
-def test_a_run_on_an_unfenced_file_system_is_refused_where_its_location_says_so() -> None:
-    names: Names = {"holdfast": holdfast}
-    exec(snippets("object_storage")[0], names)
-    location = names["run"]
-    assert isinstance(location, Location)
-    store = FsspecStore(Location("memory:/guide/run", location.options))  # hdfs:// needs a driver and a server
-    with pytest.raises(holdfast.StorageError, match="require_fencing") as caught:
-        store.create("record", b"content")
-    assert caught.value.code == "storage.unfenced"
-
-
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
     run = {
         "ddp": 2,
@@ -323,7 +311,6 @@ def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
         "data": 3,
         "deepspeed": 3,
         "matrix": 2,  # `tests/jobs/test_matrix.py`
-        "object_storage": 1,
         "loading": 3,
         "policies": 3,
         "publishing": 3,  # the second: tests/inference/test_publisher.py
