@@ -35,7 +35,7 @@ class GivenUpError(Exception):
     """Another thread gave the file up; it knows why."""
 
 
-class NewFile(Protocol):
+class UnfinishedFile(Protocol):
     """A file under construction."""
 
     def write_at(self, offset: int, data: Bytes) -> None:
@@ -62,7 +62,7 @@ class AppendedFile:
         self._is_given_up = False
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """As `NewFile.write_at`."""
+        """As `UnfinishedFile.write_at`."""
         with self._changed:
             self._changed.wait_for(lambda: self._next == offset or self._is_given_up)
             if self._is_given_up:
@@ -74,7 +74,7 @@ class AppendedFile:
             self._changed.notify_all()
 
     def end(self, nbytes: int) -> None:
-        """As `NewFile.end`."""
+        """As `UnfinishedFile.end`."""
         surplus = self._next - nbytes
         if not 0 <= surplus <= len(self._kept):
             raise ValueError(f"{self._next} bytes were written: a file of {nbytes} cannot be made of them")
@@ -82,7 +82,7 @@ class AppendedFile:
         self._file.close()
 
     def give_up(self) -> None:
-        """As `NewFile.give_up`."""
+        """As `UnfinishedFile.give_up`."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify_all()
@@ -104,8 +104,8 @@ class SftpFile:
         self._lock = Lock()
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """As `NewFile.write_at`, with all of `data` under way at a time. paramiko would drop the errors of the last
-        hundred packets, so the last byte is sent by itself, and waits for the answers to all packets."""
+        """As `UnfinishedFile.write_at`, with all of `data` under way at a time. paramiko would drop the errors of the
+        last hundred packets, so the last byte is sent by itself, and waits for the answers to all packets."""
         with self._lock:
             self._file.seek(offset)
             self._file.set_pipelined(True)
@@ -114,7 +114,7 @@ class SftpFile:
             self._file.write(data[-1:].tobytes())
 
     def end(self, nbytes: int) -> None:
-        """As `NewFile.end`."""
+        """As `UnfinishedFile.end`."""
         if self._file.stat().st_size != nbytes:
             self._file.truncate(nbytes)
         try:
@@ -126,7 +126,7 @@ class SftpFile:
         self._file.close()
 
     def give_up(self) -> None:
-        """As `NewFile.give_up`."""
+        """As `UnfinishedFile.give_up`."""
         with suppress(Exception):
             self._file.close()
 
@@ -145,7 +145,7 @@ class AnyFiles:
         data: bytes = files.cat_file(path, start=start, end=start + nbytes)
         return data
 
-    def begin(self, files: AbstractFileSystem, path: str) -> NewFile:
+    def begin(self, files: AbstractFileSystem, path: str) -> UnfinishedFile:
         """Open a new file for writing."""
         return AppendedFile(files.open(path, "wb"))
 
@@ -175,7 +175,7 @@ class SftpFiles(AnyFiles):
             found = min(max(file.stat().st_size - start, 0), nbytes)
             return b"".join(file.readv([(start, found)])) if found else b""
 
-    def begin(self, files: Any, path: str) -> NewFile:
+    def begin(self, files: Any, path: str) -> UnfinishedFile:
         """As `AnyFiles.begin`."""
         return SftpFile(files.ftp, path)
 
