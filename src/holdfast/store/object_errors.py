@@ -31,7 +31,7 @@ _MESSAGE: Final = re.compile(r"<Message>([^<\n]*)")
 _RETRIES: Final = re.compile(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+")
 
 
-class _ErrorKind(NamedTuple):
+class _Failure(NamedTuple):
     """A kind of failure: the pattern by which its text is recognised, and what to tell the user."""
 
     pattern: re.Pattern[str]
@@ -41,12 +41,12 @@ class _ErrorKind(NamedTuple):
     retryable: bool = False
 
 
-def _kind(pattern: str, error: type[ConfigurationError | StorageError], code: str, action: str) -> _ErrorKind:
-    return _ErrorKind(re.compile(pattern), error, code, action)
+def _kind(pattern: str, error: type[ConfigurationError | StorageError], code: str, action: str) -> _Failure:
+    return _Failure(re.compile(pattern), error, code, action)
 
 
-def _passing(pattern: str, code: str, action: str) -> _ErrorKind:
-    return _ErrorKind(re.compile(pattern), StorageError, code, action, retryable=True)
+def _passing(pattern: str, code: str, action: str) -> _Failure:
+    return _Failure(re.compile(pattern), StorageError, code, action, retryable=True)
 
 
 _KINDS: Final = (
