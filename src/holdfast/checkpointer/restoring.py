@@ -36,9 +36,10 @@ from holdfast.format.records import Fork, Place, Seal
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
-from holdfast.loading import Loading, Opened, load_from_storage
+from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
+from holdfast.loading.one_load import Loading, Opened
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
