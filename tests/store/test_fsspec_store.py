@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import holdfast
 from holdfast.errors import ConfigurationError, NotFoundError, StorageError
-from holdfast.store import fsspec_store
+from holdfast.store import fsspec_store, urls
 from holdfast.store.base import Location, Store
 from holdfast.store.fsspec_files import SftpFiles
 from holdfast.store.fsspec_store import FsspecStore
@@ -60,6 +60,18 @@ def test_an_unfenced_store_is_only_read_where_fencing_is_required(tmp_path: Path
             attempt()
         assert caught.value.code == "storage.unfenced"
     assert store.list("") == ["object"]
+
+
+def test_a_run_is_saved_and_loaded_where_files_are_only_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(urls._openers, "shelf", lambda location: FsspecStore(Location(f"memory:/{tmp_path}")))
+    state = {"w": torch.arange(3_000_000.0), "b": torch.ones(3, dtype=torch.bfloat16)}
+    holdfast.save("shelf://run", state, 1)
+    again = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    assert holdfast.load("shelf://run", again).step == 1
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    MemoryFileSystem().rm(str(tmp_path), recursive=True)
 
 
 def test_a_listing_sees_what_another_client_has_changed(tmp_path: Path) -> None:
