@@ -341,6 +341,44 @@ def test_an_archive_without_checksums_is_read(tmp_path: Path) -> None:
     assert holdfast.open(tmp_path / "model.pt")["a"][...].tolist() == [1.0] * 4
 
 
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning")
+@pytest.mark.parametrize("kind", ["safetensors", "torch.save", "DCP"])
+def test_a_file_that_was_written_again_between_its_metadata_and_its_elements_gave_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path = tmp_path / {"safetensors": "model.safetensors", "torch.save": "model.pt", "DCP": "folder"}[kind]
+
+    def save(number: int) -> None:
+        state = {"a": torch.full((4,), float(number)), "b": torch.full((4,), 10.0 + number)}
+        if kind == "safetensors":
+            save_file(state, path)
+        elif kind == "torch.save":
+            torch.save({**state, "number": number}, path)
+        else:
+            write(path, {**state, "number": number})
+
+    save(0)
+    for each in [path] if path.is_file() else path.iterdir():
+        os.utime(each, (1, 1))
+    make = ForeignState.__init__
+
+    def made(*arguments: Any, **options: Any) -> None:  # the metadata was read
+        save(1)
+        make(*arguments, **options)
+
+    monkeypatch.setattr(ForeignState, "__init__", made)
+    with pytest.raises(holdfast.CorruptError, match="was replaced or changed after it was opened") as caught:
+        holdfast.open(path)
+    assert caught.value.code == "corrupt.foreign"
+
+
+def test_metadata_that_is_written_again_behind_the_files_that_it_describes_is_noticed(folder: Path) -> None:
+    view = holdfast.open(folder)
+    os.utime(folder / ".metadata", (1, 1))
+    with pytest.raises(holdfast.CorruptError, match="metadata was replaced or changed"):
+        view[next(iter(view.names()))][...]
+
+
 def test_a_tensor_and_a_value_of_one_path_are_refused(folder: Path) -> None:
     with pytest.raises(holdfast.CorruptError, match="twice"):
         holdfast.open(changed(folder, lambda m: m.planner_data.update({"v.lr": ("w",)})))

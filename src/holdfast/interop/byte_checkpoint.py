@@ -63,6 +63,7 @@ class ByteCheckpointFormat:
             kind=ByteCheckpointFormat.kind,
             data=b"".join(read),
             more=_extra_states(folder, root),
+            described_by=[prefix + METADATA for prefix in parts.values()],
         )
 
 
@@ -80,7 +81,7 @@ def _root(folder: ForeignFolder) -> str:
 def _with_files(folder: ForeignFolder, root: str) -> ForeignFolder:
     """The folder with the names of the checkpoint's files, which are in folders below it."""
     below = [f"{root}{part}" for part in (*_PARTS, "extra_state")]
-    return replace(folder, names=tuple(f"{each}/{name}" for each in below for name in folder.storage.list(each)))
+    return replace(folder, names=tuple(f"{each}/{name}" for each in below for name in folder.names_in(each)))
 
 
 def _below(part: str, prefix: str, metadata: DcpMetadata) -> DcpMetadata:

@@ -43,7 +43,8 @@ class DcpFormat:
         if METADATA not in folder.names:
             raise _unfinished(folder)
         data = folder.storage.read(METADATA, limit=MAX_METADATA_NBYTES)
-        return state_of(folder, path, read_metadata(path, data), kind=DcpFormat.kind, data=data)
+        metadata = read_metadata(path, data)
+        return state_of(folder, path, metadata, kind=DcpFormat.kind, data=data, described_by=(METADATA,))
 
 
 def read_metadata(path: str, data: bytes) -> DcpMetadata:
@@ -68,10 +69,11 @@ def state_of(
     more: PickledTree | None = None,
     value_of: ContentOf = whole_content,
     step: int | None = None,
+    described_by: Sequence[str] = (),
 ) -> ForeignState:
     """The state that `metadata` describes, which was read from `data` at `path`, and with it the items and nodes of
     `more`. `value_of` gives the value that an archive stands for, or none; `step` is that of the state, if it says
-    one. Raises as `ForeignFormat.open` does."""
+    one; `described_by` as that of `ForeignState`. Raises as `ForeignFormat.open` does."""
     more = PickledTree() if more is None else more
     beside = (item for tensor in more.items.values() for _, item in tensor.parts)
     files = sorted({item.file for item in chain(_items(metadata), beside)})
@@ -89,6 +91,7 @@ def state_of(
         identity=xxhash.xxh3_128_hexdigest(data),
         nodes=dcp_nodes(folder, metadata, more.nodes, value_of),
         step=NO_STEP if step is None else step,
+        described_by=described_by,
     )
 
 

@@ -103,7 +103,7 @@ def find_universal(folder: ForeignFolder) -> UniversalFiles:
     prefix, names = "", folder.names
     if _ATOMS not in names:
         tag = _tag(folder, _UNIVERSAL)
-        prefix, names = f"{tag}/", tuple(folder.storage.list(tag))
+        prefix, names = f"{tag}/", folder.names_in(tag)
         if _ATOMS not in names:
             raise damaged(folder.path(_UNIVERSAL), f"names {tag!r:.100}, where no universal folder is")
     root = folder.path(prefix.removesuffix("/")) if prefix else folder.location.url
@@ -113,7 +113,7 @@ def find_universal(folder: ForeignFolder) -> UniversalFiles:
     numbers, stem = (whole, "mp_rank_{:02d}") if whole else (parts, "zero_pp_rank_{}_mp_rank_00")
     model = [f"{stem}_model_states.pt".format(number) for number in range(max(numbers, default=0) + 1)]
     above = f"{prefix}{_ATOMS}"
-    inside = folder.storage.list(above)
+    inside = folder.names_in(above)
     missing = [name for name in model if name not in names]
     missing += [] if _OPTIMIZER in inside else [f"{_ATOMS}/{_OPTIMIZER}"]
     if missing:
@@ -122,7 +122,7 @@ def find_universal(folder: ForeignFolder) -> UniversalFiles:
     atoms = {}
     for name in inside:
         if name != _OPTIMIZER:
-            files = [file for file in folder.storage.list(f"{above}/{name}") if file.endswith(".pt")]
+            files = [file for file in folder.names_in(f"{above}/{name}") if file.endswith(".pt")]
             atoms[name] = {file.removesuffix(".pt"): f"{above}/{name}/{file}" for file in files}
     keys = tuple(f"{prefix}{name}" for name in model)
     return UniversalFiles(root, keys, not whole, f"{above}/{_OPTIMIZER}", atoms)
@@ -133,7 +133,7 @@ def find_files(folder: ForeignFolder) -> FoundFiles:
     prefix, names = "", folder.names
     if not any(map(_is_state, names)):
         tag = _tag(folder)
-        prefix, names = f"{tag}/", tuple(folder.storage.list(tag))
+        prefix, names = f"{tag}/", folder.names_in(tag)
         if not any(map(_is_state, names)):
             raise _no_such_tag(folder, tag)
     root = folder.path(prefix.removesuffix("/")) if prefix else folder.location.url

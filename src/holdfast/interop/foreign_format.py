@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import xxhash
 
@@ -21,6 +21,9 @@ from holdfast.io.jobs import DataFile
 from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore, untimed
 
+#: Numbers that differ when a file is written again; None for one that is missing.
+Mark: TypeAlias = tuple[int, ...] | None
+
 
 @dataclass(frozen=True)
 class ForeignFolder:
@@ -32,10 +35,26 @@ class ForeignFolder:
     storage: Store
     names: tuple[str, ...]
     location: Location
+    #: The marks of the files from before anything was read of them, by their names.
+    marks: dict[str, Mark] = field(default_factory=dict, compare=False)
 
     def path(self, name: str) -> str:
         """The full path of a file, for messages."""
         return self.storage.path(name)
+
+    def names_in(self, below: str) -> tuple[str, ...]:
+        """The names in the folder `below`, whose files are marked."""
+        names = tuple(self.storage.list(below))
+        self.mark(f"{below}/{name}" for name in names)
+        return names
+
+    def mark(self, names: Iterable[str]) -> None:
+        """Mark these files, before anything is read of them: other systems write again into files that are there.
+        Objects of object stores are replaced as a whole, and each mark is a request."""
+        if self.storage.location.folder is None:
+            return
+        for name in names:
+            self.marks.setdefault(name, _mark(self.storage, name))
 
 
 class ForeignFormat(Protocol):
@@ -59,8 +78,9 @@ class ForeignFormat(Protocol):
 class ForeignState(StoredState):
     """The state in a foreign folder. Its bytes have no digests, so reads cannot verify them.
 
-    `files` are the names of its data files. `identity` is a digest of its metadata. `step` is the one that the folder
-    names.
+    `files` are the names of its data files, and `described_by` those of other files that say what is where in them.
+    `identity` is a digest of its metadata. `step` is the one that the folder names. Raises `CorruptError` where a file
+    is another one than before its metadata was read.
     """
 
     def __init__(
@@ -73,6 +93,7 @@ class ForeignState(StoredState):
         identity: str,
         nodes: Mapping[str, Node] | None = None,
         step: int = NO_STEP,
+        described_by: Sequence[str] = (),
     ) -> None:
         copies = {file_name(index): (FileCopy(folder.storage, name, Tier.STORAGE),) for index, name in enumerate(files)}
         super().__init__(places.manifest, Catalogue(copies), folder=folder.location.url, places=places)
@@ -81,7 +102,11 @@ class ForeignState(StoredState):
         self._record = StateRecord(location=folder.location, identity=identity, kind=kind, step=step)
         self._nodes = {"": Open("dict")} if nodes is None else nodes
         self._marks = [_mark(folder.storage, name) for name in files]
+        self._descriptions = {name: folder.marks[name] for name in described_by if name in folder.marks}
         self._read = set[int]()
+        for name, mark in zip(files, self._marks, strict=True):
+            if folder.marks.get(name, mark) != mark:
+                raise replaced(folder.path(name))
 
     @property
     def record(self) -> StateRecord:
@@ -107,10 +132,14 @@ class ForeignState(StoredState):
         """As `DataFiles.check_read`. `open_file` has looked before; other systems write into files that are there."""
         for index in sorted(files):
             self._check_file(index)
+        for name, mark in self._descriptions.items():
+            self._check_mark(name, mark)
 
     def _check_file(self, index: int) -> None:
-        name = self._names[index]
-        if _mark(untimed(self._storage), name) != self._marks[index]:
+        self._check_mark(self._names[index], self._marks[index])
+
+    def _check_mark(self, name: str, mark: Mark) -> None:
+        if _mark(untimed(self._storage), name) != mark:
             raise replaced(self._storage.path(name))
 
     @property
@@ -150,8 +179,8 @@ class ForeignState(StoredState):
         return self._names[file]
 
 
-def _mark(store: Store, name: str) -> tuple[int, ...] | None:
-    """Numbers that differ when a file is written again; its size alone where the store is no file system."""
+def _mark(store: Store, name: str) -> Mark:
+    """The mark of a file: its size alone where the store is no file system."""
     path = store.path(name)
     if isinstance(store, TimedStore):
         return store.limit.run("look at", path, partial(_mark, store.untimed, name))

@@ -99,4 +99,7 @@ def foreign_at(target: Selection, storage: Store) -> ForeignState | None:
     if any(is_file_name(name) or name in (MANIFEST_NAME, SEAL_NAME) for name in folder.names):
         return None  # a part of a checkpoint of ours: its data files are safetensors files, too
     found = next((format_ for format_ in FORMATS if format_.recognises(folder.names)), None)
-    return None if found is None else found.open(folder)
+    if found is None:
+        return None
+    folder.mark(folder.names)
+    return found.open(folder)

@@ -48,6 +48,7 @@ class MegatronFormat:
             more=values.tree,
             value_of=unpacked,
             step=values.iteration,
+            described_by=(found.prefix + METADATA, found.prefix + COMMON),
         )
 
 

@@ -112,7 +112,7 @@ def find_iteration(folder: ForeignFolder) -> IterationFolder:
     found = IterationFolder(folder, "", folder.location.url, _iteration(name))
     if not _is_iteration(folder.names):
         tracked = _tracked(folder)
-        names = tuple(folder.storage.list(tracked))
+        names = folder.names_in(tracked)
         path = folder.path(tracked)
         found = IterationFolder(replace(folder, names=names), f"{tracked}/", path, _iteration(tracked))
         if not names:

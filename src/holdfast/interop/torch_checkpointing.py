@@ -82,6 +82,7 @@ class TorchCheckpointingFormat:
             kind=TorchCheckpointingFormat.kind,
             identity=digest.hexdigest(),
             nodes=CheckedNodes(partial(tree.open_nodes, partial(_refused, folder))),
+            described_by=(_METADATA,),
         )
 
 

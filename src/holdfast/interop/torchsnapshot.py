@@ -62,6 +62,7 @@ class TorchSnapshotFormat:
             kind=TorchSnapshotFormat.kind,
             identity=xxhash.xxh3_128_hexdigest(data),
             nodes=CheckedNodes(partial(tree.open_nodes, partial(_refused, path))),
+            described_by=(_METADATA,),
         )
 
 
