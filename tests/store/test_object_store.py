@@ -283,10 +283,13 @@ def test_a_url_is_a_place_and_its_options(url: str, location: Location) -> None:
     [
         ("s3://bucket/run?secret_access_key=s3cr3t", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
         ("s3://key:s3cr3t@bucket/run", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://key:s3/s3cr3t@bucket/run", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
         ("s3://bucket/run?endpoint=http://me:s3cr3t@x", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
+        ("s3://bucket/run?endpoint=me:s3cr3t@x:9000", "config.store_option", "AWS_SECRET_ACCESS_KEY"),
         ("az://box/run?sas_token=x", "config.store_option", "AZURE_STORAGE_SAS_TOKEN"),
         ("s3://bucket/run?regoin=eu", "config.store_option", "region"),
         ("s3://", "config.path", "bucket"),
+        ("s3://bu cket/run", "config.path", "bucket"),
         ("s3://bucket/a/../b", "config.path", "bucket"),
     ],
 )
@@ -306,6 +309,14 @@ def test_a_server_without_encryption_is_used_only_if_that_is_allowed(
         open_store(location_of(f"{bucket.url}/run"))
     assert caught.value.code == "config.endpoint"
     assert open_store(location_of(f"{bucket.url}/run?allow_http=true")).list("") == []
+
+
+@pytest.mark.parametrize("endpoint", ["", "nonsense", "x:9000", "ftp://x", "https://", "https://x y", "https://me@x"])
+def test_an_endpoint_that_is_no_address_is_refused_before_obstore_panics_at_it(bucket: Bucket, endpoint: str) -> None:
+    place = Location(f"{bucket.url}/run", (("endpoint", endpoint),))
+    with pytest.raises(ConfigurationError, match="no address of a server") as caught:
+        open_store(place)
+    assert caught.value.code == "config.endpoint"
 
 
 def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
@@ -17,7 +18,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import Location
-from holdfast.store.object_errors import no_tls, opened
+from holdfast.store.object_errors import no_address, no_tls, opened
 from holdfast.store.object_urls import OPTIONS, ObjectPlace
 
 Bucket: TypeAlias = "S3Store | GCSStore | AzureStore"
@@ -41,6 +42,8 @@ _ENDPOINTS: Final = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+#: obstore panics at some of the others, at the first request.
+_ADDRESS: Final = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?(/[!-~]*)?")
 _TRUE: Final = frozenset({"1", "true", "on", "yes", "y"})
 
 _clients: dict[tuple[object, ...], ObjectClient] = {}
@@ -156,11 +159,16 @@ def _signing(endpoint: str | None) -> dict[str, object]:
 def _endpoint(place: ObjectPlace) -> str | None:
     """The address that the user gives, in the URL or the environment; None for that of the cloud itself.
 
-    Raises `ConfigurationError`, code ``config.endpoint``, where it has no TLS and the user has not allowed that.
+    Raises `ConfigurationError`, code ``config.endpoint``, where it is no address of a server, or has no TLS and the
+    user has not allowed that.
     """
     from_environment = next(filter(None, map(os.environ.get, _ENDPOINTS[place.scheme])), None)
     endpoint = place.options.get("endpoint", from_environment)
-    if endpoint is None or urlsplit(endpoint).scheme != "http":
+    if endpoint is None:
+        return None
+    if _ADDRESS.fullmatch(endpoint) is None:
+        raise no_address()
+    if urlsplit(endpoint).scheme != "http":
         return endpoint
     variable = f"{_PREFIXES[place.scheme]}ALLOW_HTTP"
     allowed = place.options.get("allow_http", os.environ.get(variable, ""))

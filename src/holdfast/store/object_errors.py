@@ -177,6 +177,15 @@ def is_definite(error: Exception) -> bool:
     return not (isinstance(found, StorageError) and (found.retryable or found.code == "storage.failed"))
 
 
+def no_address() -> ConfigurationError:
+    """The error for an endpoint that is no address of a server. It does not show it, because it may hold a password."""
+    return ConfigurationError(
+        "the endpoint that the URL or the environment gives is no address of a server.",
+        code="config.endpoint",
+        action="Write a scheme and a host, with a port if it needs one, and without a user: https://minio.local:9000.",
+    )
+
+
 def no_tls(endpoint: str, variable: str) -> ConfigurationError:
     """The error for an endpoint without encryption that was not allowed."""
     return ConfigurationError(

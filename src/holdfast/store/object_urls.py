@@ -53,6 +53,8 @@ _SECRETS: Final = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
+#: The letters of bucket names; ``$`` is in those that Azure reserves.
+_BUCKET: Final = re.compile(r"[A-Za-z0-9._$-]+")
 _SECRET_NAME: Final = re.compile(r"key|secret|token|sas|password|credential|signature", re.IGNORECASE)
 _EXAMPLES: Final = {"s3": "s3://bucket/runs/a", "gs": "gs://bucket/runs/a", "az": "az://container/runs/a"}
 
@@ -96,8 +98,10 @@ def object_location(url: str) -> Location:
         options = {"account_name": host.partition(".")[0]} | options
     elif "@" in bucket:
         raise _secret(scheme, "a user or password before '@'", f"{written}://...@{bucket.rpartition('@')[2]}/{prefix}")
+    if ":" in bucket:  # a password with a slash: its '@' lies behind what looks like the bucket
+        raise _secret(scheme, "a ':' before its first '/', as between a user and a password")
     names = [name for name in prefix.split("/") if name]
-    if not bucket or any(name in (".", "..") or not name.isprintable() for name in names):
+    if _BUCKET.fullmatch(bucket) is None or any(name in (".", "..") or not name.isprintable() for name in names):
         raise ConfigurationError(
             f"'{url.partition('?')[0]}' names no possible place in an object store.",
             code="config.path",
@@ -117,7 +121,7 @@ def _options(scheme: str, query: str) -> dict[str, str]:
     options = {unquote(name): value for name, value in parse_qsl(query, keep_blank_values=True)}
     for name, value in options.items():
         if name in known:
-            if "@" in value.partition("://")[2]:
+            if "@" in value:
                 raise _secret(scheme, f"a user or password in option '{name}'")
             continue
         if _SECRET_NAME.search(name):
