@@ -85,6 +85,7 @@ class FaultProxy:
             task = self._loop.create_task(self._converse(reader, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            task.add_done_callback(lambda _: writer.close())  # a task that is cancelled before it begins does not
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         self.endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
@@ -94,6 +95,7 @@ class FaultProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # for what the ends of tasks have called
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry the requests of one connection, one after the other."""
@@ -108,8 +110,10 @@ class FaultProxy:
         except (_BrokenConnectionError, OSError, asyncio.IncompleteReadError):
             writer.transport.abort()  # at once, and without the bytes that are still to be sent
         finally:
-            for end in (writer, *((upstream[1],) if upstream else ())):
+            ends = (writer, *((upstream[1],) if upstream else ()))
+            for end in ends:  # all of them first: this task may be cancelled while it waits for one
                 end.close()
+            for end in ends:
                 with suppress(OSError):
                     await end.wait_closed()
 
@@ -215,10 +219,10 @@ async def _send(writer: asyncio.StreamWriter, head: bytes, body: AsyncIterator[b
     """Send a head and a body, no faster than `rate` in bytes per second."""
     writer.write(head)
     async for piece in body:
+        if rate is not None:
+            await asyncio.sleep(len(piece) / rate)  # first, for the receiver goes on with the last piece
         writer.write(piece)
         await writer.drain()
-        if rate is not None:
-            await asyncio.sleep(len(piece) / rate)
     await writer.drain()
 
 
