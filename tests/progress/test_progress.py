@@ -81,7 +81,7 @@ def slow_down(patch: pytest.MonkeyPatch, *, patience_s: float = 0.05) -> None:
 
     patch.setattr(PosixReader, "read_at", slow_read)
     patch.setattr(PosixWriter, "write_at", slow_write)
-    for module in ("saving", "loading"):
+    for module in ("saving", "loading.one_load"):
         patch.setattr(f"holdfast.{module}.PATIENCE_S", patience_s)
 
 

@@ -11,8 +11,8 @@ import logging
 import posixpath
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import count
 from typing import Any, Final, TypeVar
@@ -69,7 +69,12 @@ class FsspecStore:
         kind = _driver(parts.scheme, location.url)
         options = kind._get_kwargs_from_urls(location.url) | options  # noqa: SLF001 - as fsspec's `url_to_fs` does
         self._root = str(kind._strip_protocol(location.url)).rstrip("/")  # noqa: SLF001 - likewise
-        self._connections = Connections(lambda: kind(**options, skip_instance_cache=True))
+
+        def connect() -> AbstractFileSystem:
+            with _installed(parts.scheme, location.url):
+                return kind(**options, skip_instance_cache=True)
+
+        self._connections = Connections(connect)
         self._files = SftpFiles() if parts.scheme in _SFTP else AnyFiles()
         self._folders: set[str] = set()
         self.capabilities = self._files.capabilities
@@ -303,16 +308,24 @@ def _checked(key: str) -> str:
 
 
 def _driver(scheme: str, url: str) -> type[AbstractFileSystem]:
-    try:
+    with _installed(scheme, url):
         found: type[AbstractFileSystem] = get_filesystem_class(scheme)
+        return found
+
+
+@contextmanager
+def _installed(scheme: str, url: str) -> Iterator[None]:
+    """A ``with`` block in which a missing package is a `ConfigurationError`. Some drivers import theirs when they are
+    loaded, others when they are used."""
+    try:
+        yield
     except ImportError as error:
         raise ConfigurationError(
-            f"{scheme}:// needs a package that is not installed: {error}.",
+            f"the URL '{url}' needs a package that is not installed: {error}.",
             code="config.extra",
-            action="pip install 'holdfast[fsspec]' for sftp://, and the package that fsspec names for others.",
+            action=f"pip install 'holdfast[fsspec]' for sftp://, and the package that fsspec names for {scheme}://.",
             path=url,
         ) from error
-    return found
 
 
 def _password(scheme: str, url: str) -> ConfigurationError:
