@@ -135,6 +135,7 @@ def test_the_head_takes_a_number_of_requests_that_does_not_depend_on_the_history
     assert numbers[0] == numbers[1] <= 6
 
 
+@pytest.mark.slow
 def test_the_example_of_the_guide_goes_on_as_it_says(
     run: str, secrets: dict[str, str], node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
