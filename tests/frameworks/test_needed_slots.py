@@ -180,6 +180,7 @@ def test_slots_in_another_dtype_are_taken_where_steps_take_them(tmp_path: Path) 
     into = trained(SGD, seed=1, steps=0, momentum=0.9)
     holdfast.load(tmp_path / "sgd", into, mapping=[Cast("optimizer/state/**", "float64")])
     step(into)
+    assert {slots["momentum_buffer"].dtype for slots in into["optimizer"].state.values()} == {torch.float64}
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -79,8 +79,8 @@ class Inbox:
 
 
 class _Seen(NamedTuple):
-    """A request that was seen: who asks, the time (of `time.monotonic`) after it was first seen, and for a file when it
-    was last touched, in nanoseconds."""
+    """A request that was seen. `who` asks; the first look at it ended at `seen_s` of `time.monotonic`. A file was last
+    touched at `touched_ns`."""
 
     who: str
     seen_s: float

@@ -120,7 +120,7 @@ class Retention:
         return done
 
     def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
-        """What deletions and saves have left that never came to their end."""
+        """Find the folders that unfinished deletions and saves have left."""
         known, found = RunRecords.of(run), Remains()
         for folder in run.storage.list(CHECKPOINTS):
             if parse_folder(folder) is None or known.is_committed(folder):

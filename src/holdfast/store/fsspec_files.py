@@ -1,4 +1,4 @@
-"""What `FsspecStore` needs from file systems of fsspec: connections, the calls in which they differ, their errors."""
+"""File systems of fsspec, as `FsspecStore` uses them: connections, the calls in which they differ, their errors."""
 
 from __future__ import annotations
 

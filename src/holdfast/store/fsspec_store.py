@@ -25,7 +25,7 @@ from holdfast.errors import ConfigurationError, StorageError
 from holdfast.store.base import Bytes, Location
 from holdfast.store.fsspec_files import AnyFiles, Connections, SftpFiles, is_lost, reported
 from holdfast.store.posix import TEMPORARY_PREFIX
-from holdfast.store.posix_errors import long, not_found, short
+from holdfast.store.posix_errors import exists, long, not_found, short
 
 _log = logging.getLogger(__name__)
 
@@ -245,12 +245,7 @@ class FsspecWriter:
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
         if not self.give_name(nbytes):
-            raise StorageError(
-                f"cannot publish {self._path}: it exists already.",
-                code="storage.exists",
-                action="Objects are never replaced: use the one that is there or another name.",
-                path=self._path,
-            )
+            raise exists(self._path)
 
     def give_name(self, nbytes: int) -> bool:
         """Cut the file to `nbytes`, make it durable, and give it its name. Returns False where that is taken."""

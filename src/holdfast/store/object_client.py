@@ -144,8 +144,8 @@ def _bucket(place: ObjectPlace, endpoint: str | None, timeout_s: float, num_retr
 
 
 def _signing(endpoint: str | None) -> dict[str, object]:
-    """How bodies of S3 are protected: by TLS rather than by a SHA-256 in the signature, which costs most of an upload's
-    processor time; and by a checksum that Amazon's own servers verify."""
+    """The options that protect bodies of S3. With TLS the signature leaves them out, since a SHA-256 of them costs most
+    of an upload's processor time; and Amazon's own servers verify a checksum."""
     config: dict[str, object] = {}
     is_amazon = endpoint is None or (urlsplit(endpoint).hostname or "").endswith(".amazonaws.com")
     if endpoint is None or urlsplit(endpoint).scheme == "https":

@@ -157,7 +157,7 @@ def error_for(operation: str, path: str, error: Exception) -> HoldfastError:
 
 
 def reason_of(error: Exception) -> str:
-    """What the store answered, in one line."""
+    """The answer of the store, in one line."""
     text = str(error)
     message, code, status = (pattern.search(text) for pattern in (_MESSAGE, _CODE, _STATUS))
     if code is not None:
@@ -210,16 +210,6 @@ def not_found(path: str) -> NotFoundError:
         f"there is no object {path}.",
         code="not_found.object",
         action="Check the path, and whether the run was copied completely.",
-        path=path,
-    )
-
-
-def exists(path: str) -> StorageError:
-    """The error for an object that would replace another."""
-    return StorageError(
-        f"cannot publish {path}: it exists already.",
-        code="storage.exists",
-        action="Objects are never replaced: use the one that is there or another name.",
         path=path,
     )
 

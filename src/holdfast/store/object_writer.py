@@ -23,7 +23,8 @@ import obstore
 
 from holdfast.store.base import Bytes
 from holdfast.store.object_client import ObjectClient
-from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, exists, reported
+from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, reported
+from holdfast.store.posix_errors import exists
 
 #: S3 allows 10,000 parts; fewer leave room for objects that grow a little.
 _MAX_PARTS: Final = 9_000

@@ -19,10 +19,9 @@ import stat
 import time
 from contextlib import suppress
 
-from holdfast.errors import StorageError
 from holdfast.store.base import Bytes, Capabilities, Location
 from holdfast.store.linux import ALIGNMENT, is_local, open_direct, read_no_more, rename_without_replace, reserve
-from holdfast.store.posix_errors import long, not_found, reported, short, unfenced
+from holdfast.store.posix_errors import exists, long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
 
@@ -277,12 +276,7 @@ class PosixWriter(_OpenFile):
             os.ftruncate(self._descriptor, nbytes)
             os.fsync(self._descriptor)
             if not _give_name(self._temporary, self._path):
-                raise StorageError(
-                    f"cannot publish {self._path}: it exists already.",
-                    code="storage.exists",
-                    action="Objects are never replaced: use the one that is there or another name.",
-                    path=self._path,
-                )
+                raise exists(self._path)
             _fsync_folder(os.path.dirname(self._path))
         self._finish()
 

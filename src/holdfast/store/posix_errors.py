@@ -113,6 +113,16 @@ def in_the_way(path: str) -> str | None:
     return None
 
 
+def exists(path: str) -> StorageError:
+    """The error for an object that would replace another."""
+    return StorageError(
+        f"cannot publish {path}: it exists already.",
+        code="storage.exists",
+        action="Objects are never replaced: use the one that is there or another name.",
+        path=path,
+    )
+
+
 def not_found(path: str) -> NotFoundError:
     """The error for a path without a regular file."""
     other = (
