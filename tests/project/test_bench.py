@@ -201,6 +201,7 @@ def test_what_ranks_send_is_collected_until_all_have_ended_or_said_that_they_are
     assert sorted(messages(stay, world=2)) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
     with pytest.raises(BenchError, match="process 1 terminated with exit code 3"):
