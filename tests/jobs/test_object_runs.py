@@ -17,6 +17,8 @@ from holdfast import Checkpointer, Memory
 from holdfast.format.records import Place
 from holdfast.run.committed_places import FIRST_NAMES
 from holdfast.run.history import Run
+from holdfast.store.base import Bytes
+from holdfast.store.object_writer import StreamedObjectWriter
 from holdfast.store.urls import location_of, open_store
 from holdfast.testing.memory_store import MemoryStore
 from tests.jobs.test_resharding import load, save
@@ -83,6 +85,24 @@ def committed(run: str) -> list[holdfast.ListedCheckpoint]:
         return list(holdfast.ls(run))
     except holdfast.NotFoundError:
         return []
+
+
+def test_a_tensor_that_is_changed_and_changed_back_while_it_is_uploaded_is_an_error(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_new_job()
+    weight = torch.arange(5 << 20)
+    write_at = StreamedObjectWriter.write_at
+
+    def change_after(writer: StreamedObjectWriter, offset: int, *data: Bytes) -> None:
+        write_at(writer, offset, *data)
+        weight.add_(1).sub_(1)
+
+    monkeypatch.setattr(StreamedObjectWriter, "write_at", change_after)
+    with pytest.raises(holdfast.StateError) as caught:
+        holdfast.save(run, {"w": weight}, 1)
+    assert caught.value.code == "state.changed"
+    assert committed(run) == []
 
 
 def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:

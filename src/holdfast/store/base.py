@@ -60,9 +60,7 @@ class Capabilities:
     `unlisted_remains`: what dead writers may leave that `Store.leftovers` does not list, and who removes it, or empty.
     ``holdfast doctor`` shows it.
 
-    `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
-    were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
-    them raise.
+    `in_order`: objects may have to be written from the first byte to the last; `FileWriter.in_order` says which.
 
     `is_fenced`: of several writers that create one object at once, one succeeds. Where a store lacks it, one of two
     jobs that write to a run at the same time can replace records of the other.
@@ -85,8 +83,17 @@ class FileWriter(Protocol):
         but are buffered.
         """
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write all of `data` at `offset`. Returns when the store has taken the bytes; they are not yet durable."""
+    @property
+    def in_order(self) -> bool:
+        """Whether the object must be written from its first byte to its last.
+
+        Then a `write_at` waits until all bytes before it were written, so of concurrent ones the first must be under
+        way. `abort` may be called while threads wait, and makes them raise.
+        """
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        """Write all of `data`, one array after the other, from `offset` on. Returns when the store has taken the bytes,
+        and the arrays may change again; the bytes are not yet durable."""
 
     def publish(self, nbytes: int) -> None:
         """Cut the object to `nbytes`, make it durable, and make it visible under its key.

@@ -127,8 +127,12 @@ class _TimedWriter:
     def alignment(self) -> int:
         return self._writer.alignment
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        self._file.ask("write", partial(self._writer.write_at, offset, data))
+    @property
+    def in_order(self) -> bool:
+        return self._writer.in_order
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        self._file.ask("write", partial(self._writer.write_at, offset, *data))
 
     def publish(self, nbytes: int) -> None:
         self._file.ask("publish", partial(self._writer.publish, nbytes))
@@ -169,9 +173,13 @@ class _DirectWriter:
     def alignment(self) -> int:
         return self._writer.alignment
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    @property
+    def in_order(self) -> bool:
+        return self._writer.in_order
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
         self._check()
-        self._writer.write_at(offset, data)
+        self._writer.write_at(offset, *data)
 
     def publish(self, nbytes: int) -> None:
         self._check()
