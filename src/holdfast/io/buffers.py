@@ -111,7 +111,7 @@ def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
         yield WindowPools(windows, reads)
 
 
-class Chunks:
+class BufferedChunks:
     """The chunks of `nbytes` bytes, one buffer of `pool` each. Each of some threads takes the next one until none is
     left."""
 

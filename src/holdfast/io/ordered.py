@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import StateError
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.io.buffers import BufferPool, Chunks
+from holdfast.io.buffers import BufferedChunks, BufferPool
 from holdfast.io.digest import DIGEST_NBYTES, digest_pieces
 from holdfast.io.meter import Meter
 from holdfast.io.sources import JoinedSources, Source
@@ -64,8 +64,8 @@ class OrderedData:
         chunks.run(write, stop=writer.abort)
         return b"".join(found)
 
-    def _chunks(self) -> Chunks:
-        return Chunks(self.nbytes, self._pool, self._num_threads)
+    def _chunks(self) -> BufferedChunks:
+        return BufferedChunks(self.nbytes, self._pool, self._num_threads)
 
 
 def changed() -> StateError:

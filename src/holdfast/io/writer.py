@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from holdfast.format.container import ALIGNMENT
-from holdfast.io.buffers import IN_ORDER_NBYTES, NUM_THREADS, BufferPool, Chunks, run_threads
+from holdfast.io.buffers import IN_ORDER_NBYTES, NUM_THREADS, BufferedChunks, BufferPool, run_threads
 from holdfast.io.digest import digest_blocks
 from holdfast.io.meter import Meter
 from holdfast.io.ordered import OrderedData
@@ -60,7 +60,7 @@ def _write_head_last(
     meter: Meter | None,
 ) -> bytes:
     data = JoinedSources(sources)
-    chunks = Chunks(data.nbytes, pool, num_threads)
+    chunks = BufferedChunks(data.nbytes, pool, num_threads)
     digests = [b""] * chunks.number
 
     def write(chunk: int, start: int, nbytes: int, buffer: Bytes) -> None:

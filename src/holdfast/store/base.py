@@ -12,7 +12,7 @@ import builtins
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -62,6 +62,9 @@ class Capabilities:
 
     `in_order`: objects may have to be written from the first byte to the last; `FileWriter.in_order` says which.
 
+    `request_nbytes`, `num_requests`: so many reads of this size at a time use the store fully. Where the size is more
+    than 2 MiB, its readers should be `StreamingReader`.
+
     `is_fenced`: of several writers that create one object at once, one succeeds. Where a store lacks it, one of two
     jobs that write to a run at the same time can replace records of the other.
     """
@@ -70,6 +73,8 @@ class Capabilities:
     in_order: bool = False
     is_fenced: bool = True
     unlisted_remains: str = ""
+    request_nbytes: int = 2 << 20
+    num_requests: int = 3
 
 
 class FileWriter(Protocol):
@@ -128,6 +133,14 @@ class FileReader(Protocol):
 
     def close(self) -> None:
         """Release the object."""
+
+
+@runtime_checkable
+class StreamingReader(FileReader, Protocol):
+    """A `FileReader` that gets the bytes of several reads by one request."""
+
+    def expect(self, start: int, stop: int) -> None:
+        """Note that the calling thread will read [start, stop) next, in order, by any number of `read_at`."""
 
 
 class Store(Protocol):

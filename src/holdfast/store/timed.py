@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, FileReader, FileWriter, Store
+from holdfast.store.base import Bytes, FileReader, FileWriter, Store, StreamingReader
 from holdfast.store.helpers import Helpers
 
 #: Grace period for closing a file after the deadline, and longest wait for a request that was given up before it.
@@ -201,6 +201,11 @@ class _DirectReader:
     @property
     def alignment(self) -> int:
         return self._reader.alignment
+
+    def expect(self, start: int, stop: int) -> None:
+        self._check()
+        if isinstance(self._reader, StreamingReader):
+            self._reader.expect(start, stop)
 
     def read_at(self, offset: int, out: Bytes) -> None:
         self._check()
