@@ -247,13 +247,13 @@ class ObjectReader:
         """As `FileReader.close`."""
         self._expected = _Expected()
 
-    def _request(self, start: int, stop: int) -> _Body:
+    def _request(self, start: int, stop: int) -> _ArrivingBody:
         options: obstore.GetOptions = {"range": (start, stop)}
         if self._etag is not None:
             options["if_match"] = self._etag
         with self._reading():
             found = obstore.get(self._client.data, self._key, options=options)
-            return _Body(start, stop, found.stream(min_chunk_size=_CHUNK_NBYTES))
+            return _ArrivingBody(start, stop, found.stream(min_chunk_size=_CHUNK_NBYTES))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -264,29 +264,30 @@ class ObjectReader:
                 raise changed(self._path) from error
 
 
-class _Body:
+_NOTHING: Final[Bytes] = np.zeros(0, np.uint8)
+
+
+class _ArrivingBody:
     """The body of an answer, which arrives in chunks: bytes [at, stop) of an object are still to come."""
 
     def __init__(self, start: int, stop: int, chunks: obstore.BytesStream) -> None:
         self.at, self.stop = start, stop
         self._chunks = chunks
-        self._rest = memoryview(b"")
+        self._rest = _NOTHING
 
     def fill(self, out: Bytes) -> int:
         """Fill `out` with the next bytes. Returns how many there were."""
         done = 0
         while done < len(out):
-            if not self._rest:
-                # A chunk is dropped before the next one comes, so that its memory is used again.
-                self._rest = memoryview(b"")
-                chunk = next(self._chunks, None)
-                if chunk is None:
-                    break
-                self._rest = memoryview(chunk)
-            part = self._rest[: len(out) - done]
-            out[done : done + len(part)] = np.frombuffer(part, np.uint8)
-            done += len(part)
-            self._rest = self._rest[len(part) :]
+            if not len(self._rest):
+                self._rest = _NOTHING  # the old chunk is dropped before the next one comes, which uses its memory again
+                self._rest = np.frombuffer(next(self._chunks, b""), np.uint8)
+            count = min(len(self._rest), len(out) - done)
+            if not count:
+                break
+            out[done : done + count] = self._rest[:count]
+            self._rest = self._rest[count:]
+            done += count
         self.at += done
         return done
 
@@ -294,7 +295,7 @@ class _Body:
 class _Expected(threading.local):
     """The body that a thread reads from next."""
 
-    body: _Body | None = None
+    body: _ArrivingBody | None = None
 
 
 def _pauses() -> Iterator[float | None]:
