@@ -45,6 +45,7 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    objects_result,
     part,
     plan_result,
     prune_result,
@@ -72,6 +73,7 @@ FOUND = {
         prune_result(),
         data_result(),
         events_result(),
+        objects_result(),
     )
 }
 

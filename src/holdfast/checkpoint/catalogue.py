@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from holdfast.store.base import Store
+from holdfast.store.base import Capabilities, Store
 
 
 class Tier(Enum):
@@ -78,6 +78,14 @@ class Catalogue:
     def is_prompt(self, num_files: int) -> bool:
         """Whether reads of all data files wait for nothing."""
         return bool(self.nearer) and all(copy.tier.is_prompt for copy in self._data_files(num_files))
+
+    def capabilities(self, num_files: int) -> Capabilities:
+        """The abilities of the store that takes the largest requests, of those that the data files are read from."""
+        if not self.nearer:
+            return Capabilities() if self.storage is None else self.storage.capabilities
+        stores = {id(copy.store): copy.store for copy in self._data_files(num_files)}
+        found = (store.capabilities for store in stores.values())
+        return max(found, key=lambda each: each.request_nbytes, default=Capabilities())
 
     def _data_files(self, num_files: int) -> Iterator[FileCopy]:
         """The nearest copies of all data files."""

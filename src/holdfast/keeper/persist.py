@@ -120,7 +120,6 @@ def persist(
             nbytes=contents.nbytes,
             head_nbytes=contents.data_start,
             await_head=await_seal,
-            in_order=storage.capabilities.in_order,
         )
 
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import xxhash
 
@@ -11,14 +11,18 @@ from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
+from holdfast.format.container import FileLayout
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.values import Node
-from holdfast.io.buffers import pipeline_pool
+from holdfast.io.buffers import writing_pool
+from holdfast.io.create_only import CheckedWriter
 from holdfast.io.meter import Meter
+from holdfast.io.ordered import changed
 from holdfast.io.sources import BytesSource
 from holdfast.io.writer import write_file
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
+from holdfast.state.marks import Versions
 from holdfast.store.base import Store
 from holdfast.store.timed import TimedStore
 
@@ -56,19 +60,35 @@ def write_share(
     key = records.checkpoint_key(folder, fmt.file_name(layout.index))
 
     def write() -> bytes:
-        with pipeline_pool() as pool:
+        writer = storage.limit.direct_writer(storage, key, nbytes=nbytes)
+        with writing_pool(writer) as pool:
             return write_file(
-                storage.limit.direct_writer(storage, key, nbytes=nbytes),
+                CheckedWriter(writer, _check_of(_versions(share, layout, flat))) if writer.in_order else writer,
                 sources,
                 data_start=layout.data_start,
                 header=lambda table: container.header(share.manifest, layout, table),
                 pool=pool,
-                in_order=storage.capabilities.in_order,
                 meter=meter,
             )
 
     table = storage.limit.run("write", storage.path(key), write)
     return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+
+
+def _versions(share: StoredShare, layout: FileLayout, flat: FlatState) -> Versions:
+    names = share.manifest.body.names
+    return Versions([part for entry in layout.entries for part in flat.tensors[names[entry.tensor]].memory])
+
+
+def _check_of(versions: Versions) -> Callable[[], None]:
+    """A check for the end of a file whose data is hashed in the live tensors, and sent from there: digests do not show
+    a tensor that was changed and changed back in between, but torch counts its changes."""
+
+    def check() -> None:
+        if versions.changed():
+            raise changed()
+
+    return check
 
 
 def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManifest:
