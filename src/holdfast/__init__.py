@@ -78,6 +78,7 @@ _HOMES = {
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.frameworks.piecewise",
     "RandomState": "holdfast.state.random_state",
+    "Still": "holdfast.frameworks.still",
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
@@ -103,6 +104,7 @@ _HOMES = {
     "pin": "holdfast.run.manage",
     "unpin": "holdfast.run.manage",
     "remove": "holdfast.run.manage",
+    "compact": "holdfast.run.compaction",
     "ListedCheckpoint": "holdfast.run.listing",
 }
 
@@ -146,9 +148,11 @@ __all__ = [
     "SavePolicy",
     "SaveReport",
     "StateError",
+    "Still",
     "StorageError",
     "TransferReport",
     "View",
+    "compact",
     "data",
     "dcp",
     "export",

@@ -48,7 +48,7 @@ def write_file(
         data = _DataSection(sources, pool, num_threads)
         expected = None
         if in_order and not isinstance(header, bytes):
-            expected = _DataSection(sources, pool, num_threads).digests(lambda _, __: None, stop=lambda: None)
+            expected = digests_of(sources, pool=pool, num_threads=num_threads)
             header = header(expected)
         if in_order and isinstance(header, bytes):
             _write_header(writer, header, data_start, pool)
@@ -68,6 +68,11 @@ def write_file(
         writer.abort()
         raise
     return table
+
+
+def digests_of(sources: Sequence[Source], *, pool: BufferPool, num_threads: int = NUM_THREADS) -> bytes:
+    """The digest table of the data section that `sources` are, without writing it. Blocks."""
+    return _DataSection(sources, pool, num_threads).digests(lambda _, __: None, stop=lambda: None)
 
 
 def write_memory(
