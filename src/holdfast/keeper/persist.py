@@ -63,10 +63,15 @@ class Sealing:
         return known or self._layouts.setdefault(file, self._files.layout(file))
 
     def file_seal(self, slot: Slot, part: SlotFile) -> FileSeal:
-        """The entry of the checkpoint's seal for a data file in a sealed slot."""
-        layout = self.layout(part.file)
+        """The entry of the checkpoint's seal for a data file in a sealed slot. Raises `CorruptError` if its header has
+        changed since."""
+        layout, contents = self.layout(part.file), slot.record.contents
         table = slot.data[part.start + TABLE_OFFSET :][: 2 * table_nbytes(layout.data_nbytes)].tobytes()
-        return sealed_file(self.stored.manifest, layout, container.parse_table(table))
+        seal = sealed_file(self.stored.manifest, layout, container.parse_table(table))
+        assert contents is not None
+        if seal.digest != dict(zip(contents.files, slot.record.digests, strict=False))[part]:
+            raise _changed(slot, contents)
+        return seal
 
     def promote(self, slot: Slot) -> None:
         """Make a HELD slot SEALED, unless a trainer has taken it. Its bytes may have lain in memory for hours, so this
@@ -87,10 +92,13 @@ class Sealing:
         assert contents is not None
         for part, digest in zip(contents.files, slot.record.digests, strict=False):
             table = digest_blocks(slot.data[part.start + part.data_start : part.stop])
-            if xxhash.xxh3_128_hexdigest(table) == digest:
-                continue
-            what = "has changed in the memory of this node since it was saved there"
-            raise _lost(slot, contents, what, "Check the memory of this machine.")
+            if xxhash.xxh3_128_hexdigest(table) != digest:
+                raise _changed(slot, contents)
+
+
+def _changed(slot: Slot, contents: Contents) -> CorruptError:
+    what = "has changed in the memory of this node since it was saved there"
+    return _lost(slot, contents, what, "Check the memory of this machine.")
 
 
 def _lost(slot: Slot, contents: Contents, what: str, action: str) -> CorruptError:

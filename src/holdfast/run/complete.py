@@ -24,6 +24,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Commit, Diverged, FileSeal, Place, Seal, SealDigest
+from holdfast.format.reference_records import ReferenceName
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
 from holdfast.run.history import Run
@@ -184,7 +185,15 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
         diverged=Diverged.of(body.diverged),
     )
     run.publish(commit)
+    _release_candidates(run, stored, files)
     return commit
+
+
+def _release_candidates(run: Run, stored: StoredManifest, files: Iterable[FileSeal]) -> None:
+    """Let the folders go that hold candidates of a committed checkpoint, and none of its `files`."""
+    candidates = {each.checkpoint for each in stored.manifest.candidates.values()}
+    for holder in candidates - {file.checkpoint for file in files}:
+        run.storage.delete(ReferenceName(stored.manifest.place, stored.folder, holder).key)
 
 
 def encode_seal(stored: StoredManifest, files: Iterable[FileSeal]) -> bytes:

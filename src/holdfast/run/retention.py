@@ -210,4 +210,5 @@ def _is_whole(run: Run, commit: Commit) -> bool:
 def _facts(commit: Commit, holds: Holds, *, is_quarantined: bool) -> CheckpointFacts:
     metrics = {name: float(value) for name, value in commit.metrics.items()}
     reasons = holds.reasons(commit.place)
-    return CheckpointFacts(commit.place, commit.step, commit.created, commit.nbytes, metrics, reasons, is_quarantined)
+    nbytes = commit.nbytes - commit.num_referenced_bytes
+    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, reasons, is_quarantined)
