@@ -28,7 +28,7 @@ def save(own: Checkpointer, job: Job, step: int) -> holdfast.Handle:
     return handle
 
 
-def restored(run: str, memory: Memory) -> tuple[Job, str]:
+def restored(run: str, memory: Memory) -> tuple[Job, str | None]:
     """A new job that goes on from what it finds, and where it found that."""
     start_new_job()
     job = Job(seed=9)
@@ -86,7 +86,7 @@ def test_a_save_to_memory_alone_leaves_no_record_and_is_written_whole(run: str, 
     assert still_in(run, 2) == ["still-00001.safetensors"]
 
 
-def save_in_background(run: str, node_dir: str) -> list[int]:
+def save_in_background(run: str, node_dir: Path) -> list[int]:
     start_new_job()
     job = Job()
     with Checkpointer(run, job.state, memory=Memory(node_dir=node_dir)) as own:
@@ -95,7 +95,7 @@ def save_in_background(run: str, node_dir: str) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [2])
 def test_keepers_of_several_ranks_commit_what_is_marked(run: str, node_dir: Path, world_size: int) -> None:
-    sizes = run_ranks(world_size, save_in_background, run, str(node_dir))
+    sizes = run_ranks(world_size, save_in_background, run, node_dir)
     assert sum(third for *_, third in sizes) < 0.2 * sum(first for first, *_ in sizes)
     assert still_in(run, 3) == ["still-00001.same.json"]
     assert (folder_of(run, 1) / "still-00001.safetensors").exists()

@@ -189,12 +189,12 @@ def test_old_readers_refuse_by_name(run: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_declared_part_may_be_loaded_without_the_mark_and_the_other_way_round(run: str) -> None:
     table = torch.arange(300_000)
     holdfast.save(run, {"table": holdfast.Still({"a": table, "b": [torch.ones(3)]})}, 1)
-    plain = {"table": {"a": torch.zeros_like(table), "b": [torch.zeros(3)]}}
-    holdfast.load(run, plain, continues=False)
+    inside = {"a": torch.zeros_like(table), "b": [torch.zeros(3)]}
+    holdfast.load(run, {"table": inside}, continues=False)
     marked = holdfast.Still({"a": torch.zeros_like(table), "b": [torch.zeros(3)]})
     report = holdfast.load(run, {"table": marked}, continues=False)
     assert report.state["table"] is marked
-    for found in (plain["table"]["a"], marked.value["a"]):
+    for found in (inside["a"], marked.value["a"]):
         assert isinstance(found, torch.Tensor)
         assert torch.equal(found, table)
 
