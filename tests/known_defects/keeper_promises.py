@@ -14,8 +14,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper no error told
         "keeper/test_keeper.py::test_a_store_that_fails_is_told_in_the_slots_and_tried_again",
         "keeper/daemon.py",
-        "record = msgspec.structs.replace(slot.record, state=state, error=_short(text))",
-        "record = msgspec.structs.replace(slot.record, state=state)",
+        "slot.record, state=state, error=_short(text), referenced_nbytes=referenced_nbytes",
+        "slot.record, state=state, referenced_nbytes=referenced_nbytes",
     ),
     Mutation(  # keeper long error
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",

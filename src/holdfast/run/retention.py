@@ -121,6 +121,8 @@ class Retention:
             self._left.kept.extend([] if is_gone else [folder])
             done.deleted.append(facts)
             told(facts)
+        if done.deleted and self._left.kept and not done.is_overtaken:
+            self._finish(run, survey, done)  # perhaps nobody needs these still files any more
         return done
 
     def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
