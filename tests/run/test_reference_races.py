@@ -20,6 +20,7 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout, Files
 from holdfast.format.records import Place
+from holdfast.format.tombstones import Removed, removed_key
 from holdfast.format.values import Plain
 from holdfast.io.digest import digest_blocks
 from holdfast.plan.body import RankLayout
@@ -29,6 +30,7 @@ from holdfast.run.compaction import compact_checkpoint
 from holdfast.run.complete import complete, sealed_file
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
+from holdfast.run.holds import create_lease
 from holdfast.run.references import candidates_for
 from holdfast.run.removal import remove_checkpoint, remove_place
 from holdfast.run.still_files import StoredFile
@@ -210,6 +212,21 @@ def test_a_second_removal_amid_the_first_one_changes_nothing() -> None:
         remove_checkpoint(Run(FaultyStore(run.storage, interrupt), run.marker), holder)
         assert is_done
         assert_whole(run)
+
+
+def test_a_reader_keeps_the_files_of_others_that_his_checkpoint_needs() -> None:
+    run = new_run()
+    complete(run, records.folder_name(NEWER.seq, f"{NEWER.seq:016x}"), deep=False)
+    read, holder = run.commit(HEAD), run.commit(HOLDER)
+    checkpoint, lease = Checkpoint(run.locate(read)), create_lease(run.storage, HEAD, lasting_s=60.0)
+    # A removal that had looked for leases before has got as far as its tombstone.
+    run.storage.create(removed_key(HEAD), records.encode(Removed(place=HEAD, checkpoint=read.checkpoint)))
+    assert not remove_checkpoint(run, holder)
+    assert verify_checkpoint(checkpoint, deep=True) == []
+    run.storage.delete(lease)
+    assert remove_checkpoint(run, holder)
+    assert remove_checkpoint(run, read)
+    assert examine(run) == []
 
 
 def test_after_the_last_removal_nothing_is_left() -> None:

@@ -284,6 +284,8 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
     if candidate is not None and storage.nbytes(key) is None:
         key = records.checkpoint_key(candidate.checkpoint, stored.manifest.file_name(layout.index))
         checkpoint_id = records.id_of(candidate.checkpoint)
+        if storage.nbytes(key) is None:
+            raise _unsound(storage.path(key), "it is not there, and this checkpoint refers to it", stored)
     path = storage.path(key)
     reader = storage.reader(key)
     try:

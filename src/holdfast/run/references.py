@@ -6,8 +6,8 @@ creates a record, and then looks for the record of the other:
 * *A save* creates a record for each folder that holds one of its candidates, and then looks whether the head, through
   which it came to them, has no tombstone, and still its own record for each other folder. Else the save refers to
   nothing.
-* *A deletion* creates its tombstone, then lists all tombstones, then lists the records. It keeps the still files that a
-  record needs, unless the referring checkpoint is in the list of tombstones.
+* *A deletion* creates its tombstone, then lists all tombstones, then lists leases and records. It keeps the still files
+  that a record needs, unless the referring checkpoint is in the list of tombstones, and no reader has a lease on it.
 
 So take a save that found no tombstone of the head P, and the deletion of the folder K that holds the file. If P's
 tombstone is in the deletion's list, or P is what it deletes, then the tombstone is older than the list of records, and
@@ -31,7 +31,7 @@ from holdfast.format.manifest import Candidate
 from holdfast.format.records import CHECKPOINTS, FileSeal, Place
 from holdfast.format.reference_records import REFERENCES, Reference, ReferenceName, parse_reference_name
 from holdfast.run.history import Run
-from holdfast.run.holds import create_by_name
+from holdfast.run.holds import Holds, create_by_name
 from holdfast.run.quarantine import in_quarantine
 from holdfast.store.base import Store
 
@@ -78,8 +78,10 @@ def _judged(run: Run) -> list[tuple[ReferenceName, bool]]:
     """All records, each with whether it counts. Lists them last."""
     newest, removed = run.newest_epoch() or 0, run.history().removed()
     folders = frozenset(run.storage.list(CHECKPOINTS))
+    # A reader of a checkpoint that is removed meanwhile needs its files as long as he has his lease.
+    gone = removed - {lease.place for lease in Holds.of(run.storage).leases}
     return [
-        (each, each.place not in removed and (each.place.epoch >= newest or each.checkpoint in folders))
+        (each, each.place not in gone and (each.place.epoch >= newest or each.checkpoint in folders))
         for each in _references(run.storage)
     ]
 
