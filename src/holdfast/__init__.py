@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.exporting import export
     from holdfast.frameworks.piecewise import Piecewise
     from holdfast.frameworks.registry import register_adapter
+    from holdfast.frameworks.still import Still
     from holdfast.geometry import Box, FlatRange
     from holdfast.importing import import_checkpoint
     from holdfast.loading import load
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
+    from holdfast.run.compaction import compact
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
     from holdfast.run.save_requests import request_save
@@ -78,6 +80,7 @@ _HOMES = {
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.frameworks.piecewise",
     "RandomState": "holdfast.state.random_state",
+    "Still": "holdfast.frameworks.still",
     "FlatRange": "holdfast.geometry",
     "Box": "holdfast.geometry",
     "Bandwidths": "holdfast.plan.exchange",
@@ -103,6 +106,7 @@ _HOMES = {
     "pin": "holdfast.run.manage",
     "unpin": "holdfast.run.manage",
     "remove": "holdfast.run.manage",
+    "compact": "holdfast.run.compaction",
     "ListedCheckpoint": "holdfast.run.listing",
 }
 
@@ -146,9 +150,11 @@ __all__ = [
     "SavePolicy",
     "SaveReport",
     "StateError",
+    "Still",
     "StorageError",
     "TransferReport",
     "View",
+    "compact",
     "data",
     "dcp",
     "export",

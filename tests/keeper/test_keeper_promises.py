@@ -17,7 +17,7 @@ import pytest
 from holdfast.errors import StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import Place
+from holdfast.format.records import FileSeal, Place
 from holdfast.keeper import client, daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
@@ -97,7 +97,9 @@ def test_the_oldest_generation_is_made_durable_first(
 ) -> None:
     written: list[str] = []
 
-    def recorded(storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
+    def recorded(
+        storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]
+    ) -> tuple[FileSeal, ...]:
         written.append(sealing.generation.checkpoint_id)
         return persist(storage, sealing, slot, await_seal=await_seal)
 

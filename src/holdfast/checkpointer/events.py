@@ -102,12 +102,14 @@ class SaveDelayed(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted(_Timed):
-    """The checkpoint of all ranks is durable and committed. `nbytes` is the size of this rank's part, as far as this
-    rank knows it. For a save to storage, ``seconds`` says how long each phase took on this rank, in their order."""
+    """The checkpoint of all ranks is durable and committed. `nbytes` are the bytes of this rank that went to storage,
+    and ``referenced_nbytes`` those that did not, because an earlier checkpoint has them there; as far as this rank
+    knows them. For a save to storage, ``seconds`` says how long each phase took on this rank, in their order."""
 
     step: int
     nbytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    referenced_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

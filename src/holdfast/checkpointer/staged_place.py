@@ -6,6 +6,7 @@ from holdfast.agreement.planner import AgreedPlan
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.snapshot_messages import Agreed
 from holdfast.format import records
+from holdfast.run.references import candidates_for
 from holdfast.run.session import JOB
 
 
@@ -21,8 +22,12 @@ class StagedPlace:
         """Take the next place of the run, and return the message about the checkpoint to stage for it."""
         run, identity = self._request.take_place(world_size=self._num_ranks)
         draft, diverged = agreed.memory.draft, agreed.diverged
+        folder = records.folder_name(identity.step, identity.checkpoint_id)
+        # A snapshot for memory alone leaves no record in storage; if it becomes durable later, all of it is written.
+        still = () if self._memory_only else draft.still_files
+        references = candidates_for(run, still, place=identity.place, folder=folder)
         return Agreed(
-            records.folder_name(identity.step, identity.checkpoint_id),
+            folder,
             identity.checkpoint_id,
             identity.run_id,
             identity.place,
@@ -32,6 +37,7 @@ class StagedPlace:
             dict(identity.metrics),
             diverged,
             agreed.memory.plan_id,
-            b"" if agreed.is_known else draft.encode(identity, diverged),
+            b"" if agreed.is_known else draft.encode(identity, diverged, references),
+            references,
             self._memory_only,
         )

@@ -443,7 +443,10 @@ class Keeper:
             contents = slot.refresh().contents
             if slot.state != SlotState.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
                 continue  # its seal failed or is not finished, and is tried again; or the slot was given up
-            record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
+            referenced_nbytes = writing.referenced_nbytes(slot)
+            record = msgspec.structs.replace(
+                slot.record, state=state, error=_short(text), referenced_nbytes=referenced_nbytes
+            )
             if record != slot.record:
                 slot.advance(record)
         if state != SlotState.SEALED and not self._works and not self.is_displaced:

@@ -113,7 +113,8 @@ def _numbers(event: Event) -> dict[str, int]:
         case SaveBegun(memory_only=True):
             return {"memory_only": 1}
         case SaveStaged() | SaveCommitted() | SaveHeld() | ExportFinished():
-            return {"nbytes": event.nbytes}
+            referenced = event.referenced_nbytes if isinstance(event, SaveCommitted) else 0
+            return {"nbytes": event.nbytes} | ({"referenced": referenced} if referenced else {})
         case StepsTimed():
             return {"quiet": event.num_quiet, "saving": event.num_saving}
         case EventsDropped():

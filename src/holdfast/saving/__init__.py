@@ -262,7 +262,7 @@ class RoomMaker(Protocol):
 
 
 class _WrittenPart(NamedTuple):
-    """One rank's part of a save: its share in the plan, and the data file that it wrote."""
+    """One rank's part of a save: its share in the plan, and the data files that it wrote."""
 
     share: StoredShare
     written: Written
@@ -316,6 +316,7 @@ class _Saving:
             path=self._storage.path(f"checkpoints/{commit.checkpoint}"),
             nbytes=commit.nbytes,
             written_nbytes=written.nbytes,
+            referenced_nbytes=written.referenced_nbytes,
             num_tensors=len(share.manifest.body.names),
             diverged=planned.diverged,
             seconds=self._watch.seconds,
