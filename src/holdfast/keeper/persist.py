@@ -123,7 +123,7 @@ def persist(
         )
 
     try:
-        storage.limit.run("write", storage.path(key), write)
+        storage.limit.run("write", storage.path(key), lambda: storage.limit.repeated(write))
     except StorageError as error:
         if error.code != "storage.exists":  # another keeper of the same slot was there first
             raise

@@ -33,8 +33,13 @@ ANSWERS: Final = Questions | Compare | Planned
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's data file: its index (-1: the rank has none), size, and digest of its digest table."""
+    """A rank's data file: its index (-1: the rank has none; -2: it has given it up, because another rank has failed),
+    size, and digest of its digest table."""
 
     index: int
     nbytes: int
     digest: str
+
+
+#: The message of a rank that has given up its data file, because another rank has failed.
+GIVEN_UP: Final = Written(-2, 0, "")

@@ -47,8 +47,11 @@ def write_share(
     rank: int,
     *,
     meter: Meter,
+    meanwhile: Callable[[], None],
+    every_s: float,
 ) -> Written:
-    """Write this rank's data file, which is durable on return. `values` are the values that the file holds."""
+    """Write this rank's data file, which is durable on return. `values` are the values that the file holds. `meanwhile`
+    is called ``every_s``; if it raises, the file is given up."""
     layout = share.layout
     if layout is None:
         return Written(-1, 0, "")
@@ -71,7 +74,9 @@ def write_share(
                 meter=meter,
             )
 
-    table = storage.limit.run("write", storage.path(key), write)
+    table = storage.limit.run(
+        "write", storage.path(key), lambda: storage.limit.repeated(write), meanwhile=meanwhile, every_s=every_s
+    )
     return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
 
 
