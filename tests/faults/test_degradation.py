@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import Checkpointer, EverySteps, Memory, StopAfter
+from holdfast import Checkpointer, EverySteps, KeepLast, Memory, StopAfter
 from holdfast.checkpointer.events import Event, EventSource, RecoveryPointAged
 from holdfast.errors import HoldfastError, StorageError
 from tests.support.models import start_new_job
@@ -207,16 +207,24 @@ class Ages:
             self.events.append(event)
 
 
+REFUSALS = {
+    "storage.denied": on("PUT", "*/step-*").answers(403),
+    "storage.credentials": on("PUT", "*/step-*").answers(400, code="ExpiredToken"),
+    "config.bucket": on("PUT", "*/step-*").answers(404, code="NoSuchBucket"),
+}
+
+
+@pytest.mark.parametrize("code", REFUSALS)
 def test_by_default_training_goes_on_with_a_warning_that_says_how_old_the_newest_durable_checkpoint_is(
-    run: str, far_run: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+    run: str, far_run: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture, code: str
 ) -> None:
     state = parts_of_ranks(1000)
     ages = Ages()
     with Checkpointer(far_run, state, memory=None, listeners=[ages]) as checkpointer:
         checkpointer.save(1)
-        with proxy.faults(on("PUT", "*/step-*").answers(403)):
+        with proxy.faults(REFUSALS[code]):
             handles = [checkpointer.save(step) for step in (5, 8)]
-        assert [handle.durable.error.code for handle in handles if handle.durable.error] == ["storage.denied"] * 2
+        assert [handle.durable.error.code for handle in handles if handle.durable.error] == [code] * 2
         checkpointer.save(9)
     assert steps_of(run) == [1, 9]
     assert "training goes on without a checkpoint of step 8 (2 missed saves in a row)" in caplog.text
@@ -224,6 +232,19 @@ def test_by_default_training_goes_on_with_a_warning_that_says_how_old_the_newest
     assert "and 7 steps old" in caplog.text
     told = [(each.step, each.durable_step, each.num_missed) for each in ages.events]
     assert told == [(5, 1, 0), (5, 1, 1), (8, 1, 1), (8, 1, 2), (9, 1, 2)]
+
+
+def test_without_permission_to_delete_training_goes_on_and_keeps_more_than_its_policy(
+    run: str, far_run: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        proxy.faults(on("DELETE").answers(403), on("POST", "*delete*").answers(403)),
+        Checkpointer(far_run, parts_of_ranks(1000), memory=None, keep=KeepLast(1)) as checkpointer,
+    ):
+        for step in (1, 2, 3):
+            checkpointer.save(step)
+        until(lambda: "AccessDenied" in caplog.text)
+    assert steps_of(run)[-1] == 3
 
 
 def test_the_first_save_of_a_job_raises_what_hinders_it(far_run: str, proxy: FaultProxy) -> None:
