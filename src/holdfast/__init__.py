@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from holdfast.loading.load_plan import LoadPlan, plan_load
     from holdfast.plan.exchange import Bandwidths
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
+    from holdfast.policy.stop import StopAfter
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
     from holdfast.reports import ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
@@ -95,6 +96,7 @@ _HOMES = {
     "register_value": "holdfast.state.registered_types",
     "transfer": "holdfast.publishing",
     "SavePolicy": "holdfast.policy.when",
+    "StopAfter": "holdfast.policy.stop",
     "EverySteps": "holdfast.policy.when",
     "Auto": "holdfast.policy.when",
     "EveryTime": "holdfast.policy.when",
@@ -151,6 +153,7 @@ __all__ = [
     "SaveReport",
     "StateError",
     "Still",
+    "StopAfter",
     "StorageError",
     "TransferReport",
     "View",

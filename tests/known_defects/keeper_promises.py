@@ -196,8 +196,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing other run
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
         "keeper/writing.py",
-        "        if run.run_id != self.sealing.stored.manifest.body.run_id:\n            raise _replaced(run)\n",
-        "",
+        "            if run.run_id != self.sealing.stored.manifest.body.run_id:\n",
+        "            if not run.run_id:\n",
     ),
     Mutation(  # writing no manifest
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
@@ -310,14 +310,14 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper no retry pause
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",
         "keeper/daemon.py",
-        "            self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)\n",
+        "            self._retries[checkpoint_id] = _next_retry(before, has_failed=bool(text))\n",
         "            pass\n",
     ),
     Mutation(  # keeper never retries
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",
         "keeper/daemon.py",
-        "_Retry(time.monotonic() + delay_s, delay_s)",
-        "_Retry(time.monotonic() + 1e9, delay_s)",
+        "_Retry(time.monotonic() + delay_s, delay_s, number + 1)",
+        "_Retry(time.monotonic() + 1e9, delay_s, number + 1)",
     ),
     Mutation(  # keeper removes tended
         "keeper/test_keeper_promises.py::test_of_ranks_that_are_no_more_only_what_is_older_and_not_owed_goes",

@@ -165,7 +165,7 @@ def _store_file(
         )
 
     try:
-        storage.limit.run("write", storage.path(key), write)
+        storage.limit.run("write", storage.path(key), lambda: storage.limit.repeated(write))
     except StorageError as error:
         if error.code != "storage.exists":  # another keeper of the same slot was there first
             raise

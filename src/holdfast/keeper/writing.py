@@ -15,8 +15,9 @@ from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: Time limit for a store to answer.
+#: Time limit for a store to answer, and to do so at first.
 _STORE_TIMEOUT_S: Final = 600.0
+_FIRST_ANSWER_S: Final = 30.0
 
 
 class Writing:
@@ -96,19 +97,25 @@ class Writing:
         assert self._committed is not None
         return self._committed.result()
 
+    def give_up(self) -> None:
+        """Begin no further request, and repeat none."""
+        self._storage.limit.give_up()
+
     def close(self) -> None:
         """Close the store. Call it only when nothing is pending."""
         self._stack.close()
 
     def _open(self) -> Run:
-        run = Run.open(self._storage)  # first, so that nothing is written where the run does not exist (any more)
-        if run.run_id != self.sealing.stored.manifest.body.run_id:
-            raise _replaced(run)
-        generation = self.sealing.generation
-        if generation.incarnation:
-            run.check_incarnation(generation.place.epoch, generation.incarnation)
+        # A store that does not answer is reported soon, although its files may take long.
+        with TimedStore(open_store(self.sealing.generation.location), timeout_s=_FIRST_ANSWER_S) as storage:
+            run = Run.open(storage)  # first, so that nothing is written where the run does not exist (any more)
+            if run.run_id != self.sealing.stored.manifest.body.run_id:
+                raise _replaced(run)
+            generation = self.sealing.generation
+            if generation.incarnation:
+                run.check_incarnation(generation.place.epoch, generation.incarnation)
         publish_manifest(self._storage, self.sealing)
-        return run
+        return Run(self._storage, run.marker)
 
     def _commit(self) -> bool:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given

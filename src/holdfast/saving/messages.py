@@ -48,3 +48,7 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     def referenced_nbytes(self) -> int:
         """The bytes that the rank did not write, because an earlier checkpoint has them."""
         return sum(file.nbytes for file in self.files if file.is_referenced)
+
+
+#: The message of a rank that has given up its data files, because another rank has failed.
+GIVEN_UP: Final = Written(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import xxhash
 
@@ -50,9 +51,12 @@ def write_share(
     rank: int,
     *,
     meter: Meter,
+    meanwhile: Callable[[], None],
+    every_s: float,
 ) -> Written:
     """Write this rank's data files, which are durable on return. `values` are the values that they hold. A still file
-    that equals its candidate gets a mark instead."""
+    that equals its candidate gets a mark instead. `meanwhile` is called ``every_s``; if it raises, the files are given
+    up."""
     seals = []
     for layout in share.layouts:
         sources = sources_of(share.manifest, layout, flat, rank)
@@ -60,11 +64,20 @@ def write_share(
             block = pack_values(dict(values), capacity=layout.values.capacity)
             sources.append(BytesSource(block))
         target = StoredFile(storage, share.manifest, folder, layout)
-        seals.append(_marked(target, sources) or _written(target, sources, _versions(share, layout, flat), meter))
+        during = _During(meanwhile, every_s)
+        versions = _versions(share, layout, flat)
+        seals.append(_marked(target, sources, during) or _written(target, sources, versions, meter, during))
     return Written(tuple(seals))
 
 
-def _marked(target: StoredFile, sources: Sequence[Source]) -> FileSeal | None:
+class _During(NamedTuple):
+    """What is called while a file is written, and how often."""
+
+    call: Callable[[], None]
+    every_s: float
+
+
+def _marked(target: StoredFile, sources: Sequence[Source], during: _During) -> FileSeal | None:
     """The entry of the seal for a still file that equals its candidate, which gets a mark; None for any other file."""
     if target.candidate is None:
         return None
@@ -73,11 +86,14 @@ def _marked(target: StoredFile, sources: Sequence[Source]) -> FileSeal | None:
         with pipeline_pool() as pool:
             return OrderedData(sources, pool, NUM_THREADS).digests()
 
-    seal = sealed_file(target.manifest, target.layout, target.storage.limit.run("hash", target.path, digests))
+    table = target.storage.limit.run("hash", target.path, digests, meanwhile=during.call, every_s=during.every_s)
+    seal = sealed_file(target.manifest, target.layout, table)
     return seal if target.marked(seal) else None
 
 
-def _written(target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter) -> FileSeal:
+def _written(
+    target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter, during: _During
+) -> FileSeal:
     storage, layout = target.storage, target.layout
 
     def write() -> bytes:
@@ -92,7 +108,14 @@ def _written(target: StoredFile, sources: Sequence[Source], versions: Versions, 
                 meter=meter,
             )
 
-    return sealed_file(target.manifest, layout, storage.limit.run("write", target.path, write))
+    table = storage.limit.run(
+        "write",
+        target.path,
+        lambda: storage.limit.repeated(write),
+        meanwhile=during.call,
+        every_s=during.every_s,
+    )
+    return sealed_file(target.manifest, layout, table)
 
 
 def _versions(share: StoredShare, layout: FileLayout, flat: FlatState) -> Versions:
