@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -48,15 +49,22 @@ def write_share(
     meter: Meter,
 ) -> Written:
     """Write this rank's data files, which are durable on return. `values` are the values that they hold. A still file
-    that equals its candidate gets a mark instead."""
-    seals = []
-    for layout in share.layouts:
-        sources = sources_of(share.manifest, layout, flat, rank)
-        if layout.values is not None:
-            block = pack_values(dict(values), capacity=layout.values.capacity)
-            sources.append(BytesSource(block))
-        target = StoredFile(storage, share.manifest, folder, layout)
-        seals.append(_marked(target, sources) or _written(target, sources, meter))
+    that equals its candidate gets a mark instead. If the store fails, none of the files stays, so that another try can
+    write them."""
+    seals: list[FileSeal] = []
+    try:
+        for layout in share.layouts:
+            sources = sources_of(share.manifest, layout, flat, rank)
+            if layout.values is not None:
+                block = pack_values(dict(values), capacity=layout.values.capacity)
+                sources.append(BytesSource(block))
+            target = StoredFile(storage, share.manifest, folder, layout)
+            seals.append(_marked(target, sources) or _written(target, sources, meter))
+    except StorageError:
+        with suppress(StorageError):
+            for seal in seals:
+                storage.delete(records.checkpoint_key(folder, seal.name))
+        raise
     return Written(tuple(seals))
 
 
