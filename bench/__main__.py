@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
+from bench.bucket_ways import TRANSFERRING
 from bench.contenders import BACKGROUND, LOADING, MANY
 from bench.converters import CONVERTING
 from bench.data import DATA
@@ -20,6 +21,7 @@ from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.hub_loads import HUB_LOADING
 from bench.markdown import replace_part
+from bench.objects import OBJECTS
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -29,7 +31,7 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA)
+BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS)
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.
@@ -55,7 +57,7 @@ def bench(
     asked = chosen(names, (*NAMES, TABLE), kind="benchmark")
     if TABLE in asked:
         documents(root, {})  # what is wrong with them is seen before the long run rather than after it
-    known = {**LOADING, **BACKGROUND, **MANY, **CONVERTING, **HUB_LOADING}
+    known = {**LOADING, **BACKGROUND, **MANY, **CONVERTING, **HUB_LOADING, **TRANSFERRING}
     contenders = chosen(contender, known, kind="contender")
     options = Options(rounds=rounds, scale=scale, contenders=contenders, folder=folder, memory=memory)
     measured = [(each, measure(each, options, only, root / RESULTS)) for each in BENCHMARKS if each.name in asked]

@@ -47,7 +47,7 @@ class SaveLoad(Turns):
         folder = self.cold(way.place(_KEPT if keeps else number))
         operation = way.save if measure == SAVE else way.load
         give_back()
-        watch = Watch() if number == WARM_UP else None
+        watch = self.watched(name) if number == WARM_UP else None
         found = self.observed(name, lambda: operation(folder))
         if watch is not None:
             found["peak_extra_nbytes"] = watch.stop()
@@ -57,6 +57,10 @@ class SaveLoad(Turns):
         yield measure, found
         if measure == LOAD and not keeps:
             self.discard(name, folder)
+
+    def watched(self, name: str) -> Watch:
+        """A watch of the memory that a turn of `name` takes."""
+        return Watch()
 
 
 class Keep(Turns):

@@ -297,6 +297,7 @@ def descriptors_of_saves(folder: str) -> int:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_saves_in_the_background_leave_no_connection_behind_though_nobody_collects_garbage(tmp_path: Path) -> None:
     try:
         assert max(run_ranks(2, descriptors_of_saves, str(tmp_path))) <= 3

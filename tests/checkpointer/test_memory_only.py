@@ -435,6 +435,7 @@ def test_an_evaluation_beside_the_training_changes_nothing(run: str, tmp_path: P
         end_keepers(node)
 
 
+@pytest.mark.slow
 def test_where_memory_has_trouble_the_newest_one_stays_until_storage_has_a_newer_one(
     run: str, state: dict[str, object], tmp_path: Path
 ) -> None:

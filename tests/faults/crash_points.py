@@ -156,8 +156,8 @@ def traced(trace: Trace) -> Iterator[None]:
         trace.reach("data.opened")
         return writer
 
-    def traced_write_at(self: PosixWriter, offset: int, data: Any) -> None:
-        write_at(self, offset, data)
+    def traced_write_at(self: PosixWriter, offset: int, *data: Any) -> None:
+        write_at(self, offset, *data)
         trace.wrote(offset)
 
     def traced_publish(self: PosixWriter, nbytes: int) -> None:
@@ -178,6 +178,6 @@ def traced(trace: Trace) -> Iterator[None]:
         patch.object(PosixWriter, "publish", traced_publish),
         patch.object(Channel, "exchange", traced_exchange),
         patch.object(posix, "os", _TracedOs(trace)),
-        patch.object(shares, "pipeline_pool", lambda: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
+        patch.object(shares, "writing_pool", lambda _: BufferPool(2 * BUFFER_NBYTES, buffer_nbytes=BUFFER_NBYTES)),
     ):
         yield

@@ -90,6 +90,7 @@ def test_a_death_while_the_third_is_copied_leaves_the_second_in_memory_and_the_f
         following.ended_well()
 
 
+@pytest.mark.slow
 def test_beside_a_rank_that_is_stopped_another_one_never_overwrites_what_is_whole(spec: Spec, truth: Truth) -> None:
     stopped = Deed("trainer", "copy", rank=1, stalls=True)
     with job(replace(spec, pauses={2: "durable"}, deeds=(stopped,), timeout_s=3.0), keeper=True) as training:
@@ -151,6 +152,7 @@ def test_while_the_keeper_is_stopped_saves_are_skipped_and_it_is_said(
     assert truth.loaded(spec.run) == 5
 
 
+@pytest.mark.slow
 def test_while_the_keeper_is_stopped_a_save_waits_no_longer_than_it_may(spec: Spec, truth: Truth) -> None:
     training = Training(spec.numel)
     with Checkpointer(spec.run, training.state, memory=memory_of(spec)) as checkpointer:
@@ -271,7 +273,7 @@ def test_a_lock_file_that_nobody_holds_is_no_keeper(spec: Spec, truth: Truth, te
     assert (folder.path / "keeper.lock").read_text() == f"{keeper_of(spec)}\n"
 
 
-@pytest.mark.parametrize("has_keeper", [True, False])
+@pytest.mark.parametrize("has_keeper", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_saves_go_on_where_the_file_that_says_the_version_of_the_memory_is_damaged(
     spec: Spec, truth: Truth, caplog: pytest.LogCaptureFixture, has_keeper: bool
 ) -> None:

@@ -126,7 +126,7 @@ def test_a_keeper_that_cannot_be_executed(run: str, node_dir: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("num_inodes", range(3, 12, 2))
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_tmpfs_is_out_of_inodes(run: str, tmp_path: Path, num_inodes: int, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     with mounted(tmp_path / "shm", "tmpfs", f"size=400m,nr_inodes={num_inodes}") as node_dir:

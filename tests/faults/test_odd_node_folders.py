@@ -200,6 +200,7 @@ def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_st
     checkpointer.__exit__(RuntimeError, RuntimeError(), None)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_works_again_is_started_and_until_then_the_error_says_why_the_last_died(
     run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_the_last_start_is_not_called_dead_while_the_keeper_that_another_process
         os.close(lock)
 
 
+@pytest.mark.slow
 def test_starts_of_a_keeper_that_makes_checkpoints_durable_are_not_counted(run: str, node_dir: Path) -> None:
     loop = Loop()
     with Checkpointer(run, loop.state, memory=Memory(node_dir=node_dir), timeout_s=30) as checkpointer:

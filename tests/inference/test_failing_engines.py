@@ -102,6 +102,7 @@ def test_an_engine_that_cannot_be_reached_is_named_at_once_on_all_ranks() -> Non
             assert "Connection refused" in message
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_come_is_called_by_its_engine_and_num_workers_is_named() -> None:
     error = refused(engine(1), engine(2), num_workers=[1, 3], timeout_s=10.0)
     assert error.code == "timeout.ranks"

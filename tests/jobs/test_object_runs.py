@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,8 @@ from holdfast import Checkpointer, Memory
 from holdfast.format.records import Place
 from holdfast.run.committed_places import FIRST_NAMES
 from holdfast.run.history import Run
+from holdfast.store.base import Bytes
+from holdfast.store.object_writer import StreamedObjectWriter
 from holdfast.store.urls import location_of, open_store
 from holdfast.testing.memory_store import MemoryStore
 from tests.jobs.test_resharding import load, save
@@ -83,6 +86,52 @@ def committed(run: str) -> list[holdfast.ListedCheckpoint]:
         return list(holdfast.ls(run))
     except holdfast.NotFoundError:
         return []
+
+
+def test_a_tensor_that_is_changed_and_changed_back_while_it_is_uploaded_is_an_error(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_new_job()
+    weight = torch.arange(5 << 20)
+    write_at = StreamedObjectWriter.write_at
+
+    def change_after(writer: StreamedObjectWriter, offset: int, *data: Bytes) -> None:
+        write_at(writer, offset, *data)
+        weight.add_(1).sub_(1)
+
+    monkeypatch.setattr(StreamedObjectWriter, "write_at", change_after)
+    with pytest.raises(holdfast.StateError) as caught:
+        holdfast.save(run, {"w": weight}, 1)
+    assert caught.value.code == "state.changed"
+    assert committed(run) == []
+
+
+def test_a_rank_that_reads_alone_takes_large_requests_and_verifies_all_that_they_bring(
+    run: str, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    start_new_job()
+    weight = torch.arange(5 << 20)
+    holdfast.save(run, {"w": weight}, 1)
+    url = f"{bucket.url}/runs/a?endpoint={proxy.endpoint}&allow_http=true"
+    found = {"w": torch.zeros_like(weight)}
+    holdfast.load(url, into=found)
+    assert torch.equal(found["w"], weight)
+    # One for the digests, one for the values, and three of at most 16 MiB.
+    assert proxy.count("GET", "*.safetensors*") == 5
+    store = open_store(location_of(run))
+    (folder,) = store.list("checkpoints")
+    (name,) = (name for name in store.list(f"checkpoints/{folder}") if name.endswith(".safetensors"))
+    key = f"checkpoints/{folder}/{name}"
+    data = bytearray(store.read(key))
+    data[-(3 << 20)] ^= 1
+    store.delete(key)
+    writer = store.writer(key, nbytes=len(data))
+    writer.write_at(0, np.frombuffer(data, np.uint8))
+    writer.publish(len(data))
+    with pytest.raises(holdfast.CorruptError) as caught:
+        holdfast.load(run, into=found)
+    assert caught.value.code == "corrupt.file"
+    assert "it holds w" in caught.value.message
 
 
 def test_the_commands_work_on_it(run: str, bucket: Bucket) -> None:

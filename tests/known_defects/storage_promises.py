@@ -161,15 +161,15 @@ STORAGE_MUTATIONS = [
     Mutation(  # write once
         "faults/test_storage_faults.py::test_a_store_that_transfers_less_than_it_is_told_is_asked_again",
         "store/posix.py",
-        "                offset += num_written\n                data = data[num_written:]",
-        "                break",
+        "            offset += num_written\n            data = data[num_written:]",
+        "            break",
     ),
     Mutation(  # write zero forever
         "faults/test_storage_faults.py::test_a_store_that_takes_nothing_is_broken",
         "store/posix.py",
-        "                if num_written == 0:\n"
-        '                    raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")\n',
-        "                if num_written == 0:\n                    break\n",
+        "            if num_written == 0:\n"
+        '                raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")\n',
+        "            if num_written == 0:\n                break\n",
     ),
     Mutation(  # direct refused raises
         "store/test_storage_contract.py::test_direct_transfers_that_are_refused_go_through_the_page_cache",
@@ -328,8 +328,8 @@ STORAGE_MUTATIONS = [
     Mutation(  # timed direct unchecked
         "store/test_storage_contract.py::test_no_direct_request_begins_when_the_time_is_up",
         "store/timed.py",
-        "    def write_at(self, offset: int, data: Bytes) -> None:\n        self._check()\n",
-        "    def write_at(self, offset: int, data: Bytes) -> None:\n",
+        "    def write_at(self, offset: int, *data: Bytes) -> None:\n        self._check()\n",
+        "    def write_at(self, offset: int, *data: Bytes) -> None:\n",
     ),
     Mutation(  # timed direct publish unchecked
         "store/test_storage_contract.py::test_no_direct_request_begins_when_the_time_is_up",
@@ -440,5 +440,29 @@ STORAGE_MUTATIONS = [
         "    created = not exists and run.storage.create(key, records.encode(Abandoned(checkpoint=folder)))\n"
         "    if not created and",
         "    created = not exists\n    if not created and",
+    ),
+    Mutation(  # ordered bytes that changed behind their digests
+        "io/test_in_order.py::test_memory_that_changes_while_it_is_written_is_an_error_and_no_file",
+        "io/ordered.py",
+        "            if expected is not None and found[chunk] != expected[at : at + len(found[chunk])]:\n",
+        "            if expected is not None and not found[chunk]:\n",
+    ),
+    Mutation(  # ordered bytes that changed back and forth
+        "jobs/test_object_runs.py::test_a_tensor_that_is_changed_and_changed_back_while_it_is_uploaded_is_an_error",
+        "saving/shares.py",
+        "        if versions.changed():\n",
+        "        if versions is None:\n",
+    ),
+    Mutation(  # ordered bytes hashed after they were sent in place, without digests to compare
+        "io/test_in_order.py::test_memory_behind_a_head_that_is_known_is_copied_before_it_is_written_and_hashed",
+        "io/ordered.py",
+        "            if expected is None:\n",
+        '            if expected == b"":\n',
+    ),
+    Mutation(  # bytes of another place, from the request that is under way
+        "store/test_object_store.py::test_reads_elsewhere_and_of_other_threads_have_requests_of_their_own",
+        "store/objects.py",
+        "body.at != offset or ",
+        "",
     ),
 ]

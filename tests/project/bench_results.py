@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from bench import engine, small
+from bench.bucket_ways import KEEPER, RAW_TRANSFERS, TRANSFERRING
 from bench.contenders import BACKGROUND, LATER, LOADING, MANY, OURS_SYNC, THREAD, Registry
 from bench.converters import CONVERSIONS
 from bench.engine_turns import ALONE, BESIDE_WORK, NO_SAVES
@@ -18,6 +19,7 @@ from bench.view import NOTHING, OPENED, SHOWN
 
 NBYTES = 2_000_000_000
 SIZE = StateSize(NBYTES, 300)
+RAW_OF_BUCKETS = f"{RAW} {next(iter(RAW_TRANSFERS))}"
 RAW_WAYS = ("slow", "fast", "other")
 DATE = "2030-01-02T03:04:05+00:00"
 MACHINE = Environment(
@@ -181,6 +183,41 @@ def events_result() -> Result:
     taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]
     facts = {"num_steps": 10_000, "num_saves": 500, "num_events": 7}
     return Result("events", (part("one-process", taken, facts=facts),))
+
+
+def objects_result() -> Result:
+    """Transfers in which holdfast saves at half the raw limit and loads at nine tenths of it, the keeper takes much
+    time of the processor, and a long history takes one request more in a bucket."""
+    seconds = {RAW_OF_BUCKETS: 0.9, "dcp-s3torchconnector": 2.0, OURS: 1.0, KEEPER: 0.9}
+    used_s = {RAW_OF_BUCKETS: 0.2, "dcp-s3torchconnector": 3.0, OURS: 0.3, KEEPER: 0.4}
+    taken = []
+    for verb, slower in (("save", 1.8), ("load", 1.0)):
+        for name, second in seconds.items():
+            values = {"cpu_s": (used_s[name] * NBYTES / 1e9,), "server_cpu_s": (0.2,), "peak_extra_nbytes": (1 << 20,)}
+            taken += [
+                sample(verb, name, number, second * (slower if name == OURS else 1), **values) for number in (0, 1, 2)
+            ]
+    transfer = part("transfer", taken, described(tuple(TRANSFERRING), TRANSFERRING), title="one rank", world=1)
+    transfer = msgspec.structs.replace(transfer, not_possible={"dcp-s3fs": "it needs an older botocore"})
+    blocked = [sample("", name, number, 0.003) for name in (OURS, KEEPER) for number in (1, 2)]
+    requests = [
+        Sample(OURS, 1, {"first": (first,), "later": (later,)}, f"{world} x {number}")
+        for world, first, later in ((1, 21.0, 11.0), (4, 30.0, 14.0))
+        for number in (100, 10_000)
+    ]
+    facts = {"worlds": [1, 4], "few": 100, "many": 10_000}
+    heads = [
+        Sample(f"{kind} {length}", 1, {"seconds": (seconds,), "requests": (4.0 + (kind == "S3" and length > 10),)})
+        for kind, seconds in (("S3", 0.004), ("POSIX", 0.001))
+        for length in (10, 10_000)
+    ]
+    parts = (
+        transfer,
+        part("blocked", blocked, described((OURS, KEEPER), TRANSFERRING), world=1),
+        part("requests", requests, facts=facts),
+        part("head", [each for each in heads for _ in range(2)], facts={"lengths": [10, 10_000]}),
+    )
+    return Result("objects", parts)
 
 
 def exchange_result(*, seconds: float = 1.25, peak_mb: float = 40.0, load_s: float = 0.5) -> Result:

@@ -45,6 +45,7 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    objects_result,
     part,
     plan_result,
     prune_result,
@@ -72,6 +73,7 @@ FOUND = {
         prune_result(),
         data_result(),
         events_result(),
+        objects_result(),
     )
 }
 
@@ -201,6 +203,7 @@ def test_what_ranks_send_is_collected_until_all_have_ended_or_said_that_they_are
     assert sorted(messages(stay, world=2)) == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
     with pytest.raises(BenchError, match="process 1 terminated with exit code 3"):

@@ -31,6 +31,7 @@ from holdfast.run.history import Run
 from holdfast.run.leases import await_ended_reads
 from holdfast.run.still_files import StoredFile
 from holdfast.saving import save_to_storage, shares
+from holdfast.state.marks import Versions
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
 from tests.support.models import start_new_job
@@ -263,11 +264,11 @@ def test_a_rank_that_finds_no_space_for_its_second_file_writes_both_again(
 ) -> None:
     written, tries = shares._written, []
 
-    def full_once(target: StoredFile, sources: Sequence[Source], meter: Meter) -> FileSeal:
+    def full_once(target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter) -> FileSeal:
         tries.append(target.layout.index)
         if len(tries) == 2:
             raise StorageError("no space", code="storage.full", action="Make some.")
-        return written(target, sources, meter)
+        return written(target, sources, versions, meter)
 
     monkeypatch.setattr(shares, "_written", full_once)
     job = Job()

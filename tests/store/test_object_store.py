@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
-from holdfast.store.base import Location, Store
+from holdfast.store.base import Location, Store, StreamingReader
 from holdfast.store.object_writer import UploadAbortedError
 from holdfast.store.objects import ObjectStore
 from holdfast.store.urls import location_of, open_store, text_of
@@ -95,6 +96,46 @@ def test_a_small_file_whose_answer_was_lost_is_published(broken: ObjectStore, pr
     with proxy.faults(on("PUT").once().loses_the_answer()):
         writer.publish(3)
     assert broken.nbytes("file") == 3
+
+
+# Reads of which several are answered by one request.
+
+
+def test_reads_that_were_expected_are_answered_by_one_request(
+    broken: ObjectStore, store: ObjectStore, proxy: FaultProxy
+) -> None:
+    content = random_bytes((3 << 20) + 5)
+    store.create("file", content.tobytes())
+    reader = broken.reader("file")
+    assert isinstance(reader, StreamingReader)
+    begun = proxy.count("GET", "*file*")
+    reader.expect(1000, len(content))
+    for start, stop in pairwise((1000, 1001, 1 << 20, len(content) - 1, len(content))):
+        out = np.zeros(stop - start, np.uint8)
+        reader.read_at(start, out)
+        assert np.array_equal(out, content[start:stop])
+    assert proxy.count("GET", "*file*") == begun + 1
+
+
+def test_reads_elsewhere_and_of_other_threads_have_requests_of_their_own(
+    broken: ObjectStore, store: ObjectStore, proxy: FaultProxy
+) -> None:
+    content = random_bytes(2 << 20)
+    store.create("file", content.tobytes())
+    reader = broken.reader("file")
+    assert isinstance(reader, StreamingReader)
+    begun = proxy.count("GET", "*file*")
+    reader.expect(0, 1 << 20)
+    out = np.zeros(100, np.uint8)
+    reader.read_at(500, out)
+    assert np.array_equal(out, content[500:600])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(reader.read_at, 0, out).result()
+    assert np.array_equal(out, content[:100])
+    assert proxy.count("GET", "*file*") == begun + 3
+    with pytest.raises(CorruptError) as caught:
+        reader.read_at(len(content) - 1, out)
+    assert caught.value.code == "corrupt.short"
 
 
 # Uploads in parts.

@@ -31,8 +31,10 @@ class _DyingWriter:
         self._writer = writer
         self._left = nbytes
         self.alignment = writer.alignment
+        self.in_order = writer.in_order
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    def write_at(self, offset: int, *arrays: Bytes) -> None:
+        (data,) = arrays
         taken = data[: self._left]
         self._left -= len(taken)
         if len(taken):

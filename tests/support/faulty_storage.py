@@ -85,11 +85,12 @@ class FaultyStore:
 class _FaultyWriter:
     def __init__(self, storage: FaultyStore, key: str, writer: FileWriter) -> None:
         self.alignment = writer.alignment
+        self.in_order = writer.in_order
         self._storage, self._key, self._writer = storage, key, writer
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    def write_at(self, offset: int, *data: Bytes) -> None:
         with self._storage.watched("write_at", self._key):
-            self._writer.write_at(offset, data)
+            self._writer.write_at(offset, *data)
 
     def publish(self, nbytes: int) -> None:
         with self._storage.watched("publish", self._key):

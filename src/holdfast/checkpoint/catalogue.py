@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from holdfast.store.base import Store
+from holdfast.store.base import Capabilities, Store
 
 
 class Tier(Enum):
@@ -94,3 +94,11 @@ class Catalogue:
     def is_prompt(self, names: Iterable[str]) -> bool:
         """Whether reads of all these data files wait for nothing."""
         return bool(self.nearer) and all(self.nearest(name).tier.is_prompt for name in names)
+
+    def capabilities(self, names: Iterable[str]) -> Capabilities:
+        """The abilities of the store that takes the largest requests, of those that these data files are read from."""
+        if not self.nearer:
+            return Capabilities() if self.storage is None else self.storage.capabilities
+        stores = {id(copy.store): copy.store for copy in map(self.nearest, names)}
+        found = (store.capabilities for store in stores.values())
+        return max(found, key=lambda each: each.request_nbytes, default=Capabilities())

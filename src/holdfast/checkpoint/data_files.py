@@ -18,7 +18,7 @@ from holdfast.io.buffers import pipeline_pool
 from holdfast.io.jobs import DataFile, ReadJob
 from holdfast.io.reader import ReadStats, read_files
 from holdfast.plan.load import ReadRequest, plan_load
-from holdfast.store.base import FileReader, Store
+from holdfast.store.base import Capabilities, FileReader, Store
 
 #: Opens an object of a store by its key.
 OpenReader = Callable[[Store, str], FileReader]
@@ -63,6 +63,11 @@ class DataFiles:
     def is_prompt(self) -> bool:
         """Whether reads of the files wait for nothing: see `Catalogue.is_prompt`."""
         return self.catalogue.is_prompt(self.manifest.file_names)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The abilities of the store that they are read from: see `Catalogue.capabilities`."""
+        return self.catalogue.capabilities(self.manifest.file_names)
 
     def key(self, file: int) -> str:
         """The key of the nearest copy of file number `file`, without its folder."""

@@ -25,7 +25,7 @@ from holdfast.cooperative.sharing import SharedReading, sent_and_received
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.format.manifest import data_nbytes
 from holdfast.geometry import Int64s
-from holdfast.io.buffers import BUFFER_NBYTES, NUM_THREADS, pipeline_pool
+from holdfast.io.buffers import BUFFER_NBYTES, NUM_THREADS, BufferPool
 from holdfast.io.jobs import ReadJob
 from holdfast.io.meter import Meter
 from holdfast.phases import attempt
@@ -113,6 +113,7 @@ class CooperativeReading:
         self._bandwidths = bandwidths
         self._holders = files.holders
         self._is_prompt = files.is_prompt
+        self._capabilities = files.capabilities
         self._jobs: dict[int, ReadJob] = {}
         self._needs = np.zeros((0, 3), np.int64)
         self._network: TcpTransport | None = None
@@ -223,18 +224,25 @@ class CooperativeReading:
                 buffers,
                 corrupt,
                 network=network,
-                num_readers=min(max(num_cores, 1), NUM_THREADS) if self._is_prompt else NUM_THREADS,
+                num_readers=min(max(num_cores, 1), self._num_readers) if self._is_prompt else self._num_readers,
             )
             shared = self._shared
             self._meter.follow(shared.nbytes, lambda: shared.bytes_read)
             shared.run()
+
+    @property
+    def _num_readers(self) -> int:
+        return max(self._capabilities.num_requests, NUM_THREADS)
 
     def _divided(self, ranks: Sequence[int], others: Mapping[int, Neighbour], first_file: int) -> Chunks:
         """The chunks that `ranks` of this node read, beginning with `first_file`, when nodes exchange no bytes."""
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._holders is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, holders=self._holders)
-        return divide_reads(ranks, needs, chunk_nbytes=BUFFER_NBYTES, first_file=first_file)
+        # What one rank alone reads need not fit into a buffer: a request may bring several.
+        alone = len(ranks) == 1
+        chunk_nbytes = max(self._capabilities.request_nbytes, BUFFER_NBYTES) if alone else BUFFER_NBYTES
+        return divide_reads(ranks, needs, chunk_nbytes=chunk_nbytes, first_file=first_file)
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:
         """Jobs for the files that this rank reads for others only."""
@@ -250,7 +258,8 @@ class CooperativeReading:
     ) -> tuple[Mapping[int, Neighbour], Sequence[Bytes]]:
         """The other ranks of the node, and the buffers into which this rank reads."""
         if len(ranks) == 1:
-            return {}, stack.enter_context(stack.enter_context(pipeline_pool()).buffers(NUM_THREADS))
+            pool = stack.enter_context(BufferPool(self._num_readers * BUFFER_NBYTES))
+            return {}, stack.enter_context(pool.buffers(self._num_readers))
         shared = stack.enter_context(SharedMemory(self._num_buffers * BUFFER_NBYTES, self._needs.tobytes()))
         neighbours = stack.enter_context(Neighbours(token, self._channel.rank))
         neighbours.connect(ranks, shared, end_s=end_s)

@@ -221,8 +221,7 @@ class FilesTask:
             digests, num_read = write_together(files, writer, state, blocks, pools, advance)
         else:
             (file,) = files
-            in_order = storage.capabilities.in_order
-            digest, num_read = write_by_windows(file, writer(file), state, blocks, pools, advance, in_order=in_order)
+            digest, num_read = write_by_windows(file, writer(file), state, blocks, pools, advance)
             digests = {file.name: digest}
         for file in files:
             reread = self.read_back or writers[file.name].existed

@@ -104,26 +104,16 @@ def write_by_windows(
     blocks: EdgeBlocks,
     pools: WindowPools,
     advance: Callable[[int], None],
-    *,
-    in_order: bool,
 ) -> tuple[str, int]:
-    """Write and publish one file, several windows at the same time; `in_order` where the store needs that. Blocks until
-    it is durable. `advance` gets the number of bytes of each finished window. Returns the file's digest, and how many
-    bytes were read."""
+    """Write and publish one file, several windows at the same time. Blocks until it is durable. `advance` gets the
+    number of bytes of each finished window. Returns the file's digest, and how many bytes were read."""
     source: Source
     source = elements = ElementSource(state, file.segments, blocks, pools.reads, advance)
     trailed: list[bytes] = []
     if file.trailers:
         source = checksummed = _ChecksummedSource(source, file)
         writer = _TrailedWriter(writer, file, checksummed, trailed)
-    table = write_file(
-        writer,
-        [source],
-        data_start=len(file.head),
-        header=file.head,
-        pool=pools.windows,
-        in_order=in_order,
-    )
+    table = write_file(writer, [source], data_start=len(file.head), header=file.head, pool=pools.windows)
     return _digest(file, table, trailed), elements.bytes_read
 
 

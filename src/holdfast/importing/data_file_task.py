@@ -145,27 +145,25 @@ class DataFileTask:
         advance: Callable[[int], None],
     ) -> tuple[FileSeal, bool]:
         """Write the file. Returns its seal, and whether another task had published it meanwhile."""
-        in_order = storage.capabilities.in_order
-        # A store that writes in order reads the state twice: progress is that of the second time.
-        counted = _after(layout.values_offset, advance) if in_order else advance
-        sources: list[Source] = [_StateSource(state, layout, pools.reads, counted)]
-        if layout.values is not None:
-            sources.append(BytesSource(self.values.ljust(layout.values.capacity, b"\0")))
-        name = fmt.file_name(self.index)
 
         def check() -> None:
             state.check_unchanged(all_files=False)
             shared_store(self.run_location, stored.key(fmt.NAME), self.manifest)
 
         check()
+        name = fmt.file_name(self.index)
         writer = CreateOnlyWriter(storage.writer(stored.key(name), nbytes=layout.nbytes), check)
+        # What writes in order reads the state twice: progress is that of the second time.
+        counted = _after(layout.values_offset, advance) if writer.in_order else advance
+        sources: list[Source] = [_StateSource(state, layout, pools.reads, counted)]
+        if layout.values is not None:
+            sources.append(BytesSource(self.values.ljust(layout.values.capacity, b"\0")))
         table = write_file(
             writer,
             sources,
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
             pool=pools.windows,
-            in_order=in_order,
         )
         return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
 

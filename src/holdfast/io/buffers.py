@@ -6,17 +6,19 @@ import mmap
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Thread
+from threading import Lock, Thread
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.pages import anonymous
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, FileWriter
 
 #: Size of one chunk in a pipeline. Buffers of this size stay in the processor's cache from the device to the digest and
 #: the copy; buffers of 8 MiB took a fifth longer.
 BUFFER_NBYTES = 2 * BLOCK_NBYTES
+#: Size of one write to a writer that writes in order: it divides a write into requests, several at a time.
+IN_ORDER_NBYTES = 64 << 20
 #: Number of threads of a pipeline: while one copies and hashes, the others wait for the device.
 NUM_THREADS = 3
 
@@ -85,6 +87,12 @@ def pipeline_pool() -> BufferPool:
     return BufferPool(NUM_THREADS * BUFFER_NBYTES)
 
 
+def writing_pool(writer: FileWriter) -> BufferPool:
+    """A pool for a `write_file` to `writer`. What is written in order is divided into requests by the writer itself, so
+    its chunks are large, and only what is copied takes memory."""
+    return BufferPool(2 * IN_ORDER_NBYTES, buffer_nbytes=IN_ORDER_NBYTES) if writer.in_order else pipeline_pool()
+
+
 class WindowPools(NamedTuple):
     """The memory of a writing that fills windows of a new file from reads of other files: each of its threads takes one
     buffer of each pool."""
@@ -101,6 +109,47 @@ def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
         pipeline_pool() as reads,
     ):
         yield WindowPools(windows, reads)
+
+
+class BufferedChunks:
+    """The chunks of `nbytes` bytes, one buffer of `pool` each. Each of some threads takes the next one until none is
+    left."""
+
+    def __init__(self, nbytes: int, pool: BufferPool, num_threads: int) -> None:
+        self._nbytes = nbytes
+        self._pool = pool
+        self.number = -(-nbytes // pool.buffer_nbytes)
+        self._num_threads = min(num_threads, pool.num_buffers, max(self.number, 1))
+        self._next = 0
+        self._lock = Lock()
+        self._stopped = False
+
+    @property
+    def nbytes_begun(self) -> int:
+        """The bytes of the chunks before the one that was begun last."""
+        return max(self._next - 1, 0) * self._pool.buffer_nbytes
+
+    def run(self, work: Callable[[int, int, int, Bytes], None], *, stop: Callable[[], None] = lambda: None) -> None:
+        """Call `work` with the number, the start and the size of each chunk, and with a buffer. Returns, or raises the
+        first error, when all calls have ended. `stop` is called on the first error, and must make them end soon."""
+
+        def end() -> None:
+            self._stopped = True
+            stop()
+
+        run_threads(self._num_threads, lambda: self._take(work), stop=end)
+
+    def _take(self, work: Callable[[int, int, int, Bytes], None]) -> None:
+        while not self._stopped:
+            # The buffer comes first: a thread that has a chunk must not wait for threads that have later ones.
+            with self._pool.buffer() as buffer:
+                with self._lock:
+                    chunk = self._next
+                    if chunk == self.number:
+                        return
+                    self._next += 1
+                start = chunk * len(buffer)
+                work(chunk, start, min(len(buffer), self._nbytes - start), buffer)
 
 
 def run_threads(num_threads: int, work: Callable[[], None], *, stop: Callable[[], None]) -> None:

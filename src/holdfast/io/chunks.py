@@ -18,7 +18,7 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.buffers import NUM_THREADS, run_threads
 from holdfast.io.digest import first_bad_block
 from holdfast.io.jobs import DataFile, FileDelivery, OnCorrupt
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, StreamingReader
 
 
 class Transport(Protocol):
@@ -67,7 +67,8 @@ class Origin(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Bytes [start, stop) of the data section of one file, at most one buffer; ranks know the chunk by `number`.
+    """Bytes [start, stop) of the data section of one file; ranks know the chunk by `number`. It is at most one buffer,
+    or one request where no other rank has to do with it.
 
     If there is an `origin`, another rank lends or brings it; else this process reads it from the file. `routes` lead to
     the ranks that want some of it.
@@ -195,7 +196,7 @@ class ChunkReading:
     def _work(self) -> None:
         while (item := self._take()) is not None:
             if isinstance(item, Offer):
-                self._deliver(item.chunk, item.data)
+                self._deliver(item.chunk, item.chunk.start, item.data)
                 item.transport.give_back(item)
             else:
                 self._serve(*item)
@@ -231,14 +232,17 @@ class ChunkReading:
 
     def _serve(self, chunk: Chunk, buffer: int) -> None:
         data = self._buffers[buffer][: chunk.stop - chunk.start]
-        if chunk.origin is None:
-            data = self._read(chunk, data)
+        if len(data) < chunk.stop - chunk.start:
+            self._stream(chunk, data)
+        elif chunk.origin is None:
+            data = self._read(chunk, chunk.start, data)
         else:
             self._prepare(data)
             chunk.origin.transport.bring(chunk.origin.rank, chunk.number, data)
         for route in chunk.routes:
             route.transport.pass_on(route.ranks, chunk.number, buffer, data)
-        self._deliver(chunk, data)
+        if len(data) == chunk.stop - chunk.start:
+            self._deliver(chunk, chunk.start, data)
         was_last = chunk.origin is None and chunk.file.was_read()
         with self._changed:
             self._num_begun -= 1
@@ -246,10 +250,26 @@ class ChunkReading:
                 self._open.discard(chunk.file)
         self.given_back(buffer)
 
-    def _read(self, chunk: Chunk, buffer: Bytes) -> Bytes:
-        """Read and verify a chunk, into `buffer` unless the file is in memory and no rank borrows the buffer."""
+    def _stream(self, chunk: Chunk, buffer: Bytes) -> None:
+        """Read a chunk that is larger than `buffer` by one request, and verify and deliver it in parts."""
+        assert chunk.origin is None, "other ranks bring whole chunks"
+        assert not chunk.routes, "other ranks take whole chunks"
         file = chunk.file.open()
-        start = file.data_start + chunk.start
+        if isinstance(file.reader, StreamingReader):
+            file.reader.expect(file.data_start + chunk.start, file.data_start + chunk.stop)
+        for start in range(chunk.start, chunk.stop, len(buffer)):
+            if self._stopped:
+                return
+            if start > chunk.start:
+                with self._changed:
+                    self._num_reading += 1
+            self._deliver(chunk, start, self._read(chunk, start, buffer[: chunk.stop - start]))
+
+    def _read(self, chunk: Chunk, first: int, buffer: Bytes) -> Bytes:
+        """Read and verify the bytes of a chunk from `first` on, into `buffer` unless the file is in memory and no rank
+        borrows the buffer."""
+        file = chunk.file.open()
+        start = file.data_start + first
         if file.reader.memory is None or chunk.num_borrowers:
             data = buffer
             self._prepare(data)
@@ -258,10 +278,10 @@ class ChunkReading:
             data = file.reader.memory[start : start + len(buffer)]
         with self._changed:
             self._num_reading -= 1
-        verify_s = self._verify(file, chunk.start, data)
+        verify_s = self._verify(file, first, data)
         with self._changed:
             self.verify_s += verify_s
-            self.bytes_read += chunk.stop - chunk.start
+            self.bytes_read += len(data)
         return data
 
     def _verify(self, file: DataFile, start: int, data: Bytes) -> float:
@@ -274,13 +294,13 @@ class ChunkReading:
             raise self._on_corrupt(file, bad_block)
         return time.perf_counter() - start_s
 
-    def _deliver(self, chunk: Chunk, data: Bytes) -> None:
+    def _deliver(self, chunk: Chunk, start: int, data: Bytes) -> None:
         with self._changed:
             if self._stopped:
                 return
             self._num_delivering += 1
         try:
-            chunk.file.deliver(chunk.start, data)
+            chunk.file.deliver(start, data)
         finally:
             self._delivered()
 

@@ -20,9 +20,14 @@ class WriterAround:
         """As `FileWriter.alignment`."""
         return self._writer.alignment
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    @property
+    def in_order(self) -> bool:
+        """As `FileWriter.in_order`."""
+        return self._writer.in_order
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
         """As `FileWriter.write_at`."""
-        self._writer.write_at(offset, data)
+        self._writer.write_at(offset, *data)
 
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
@@ -33,20 +38,29 @@ class WriterAround:
         self._writer.abort()
 
 
-class CreateOnlyWriter(WriterAround):
-    """A `FileWriter` that calls `check` when all bytes are written, and publishes the file only if that returns.
-
-    `existed` says afterwards that the name was taken: then the bytes were dropped, and the file that is there stays.
-    """
+class CheckedWriter(WriterAround):
+    """A `FileWriter` that calls `check` when all bytes are written, and publishes the file only if that returns."""
 
     def __init__(self, writer: FileWriter, check: Callable[[], None]) -> None:
         super().__init__(writer)
         self._check = check
-        self.existed = False
 
     def publish(self, nbytes: int) -> None:
-        """As `FileWriter.publish`, but a name that is taken is no error."""
+        """As `FileWriter.publish`."""
         self._check()
+        super().publish(nbytes)
+
+
+class CreateOnlyWriter(CheckedWriter):
+    """A `CheckedWriter` for which a name that is taken is no error.
+
+    `existed` says afterwards that it was: then the bytes were dropped, and the file that is there stays.
+    """
+
+    existed = False
+
+    def publish(self, nbytes: int) -> None:
+        """As `FileWriter.publish`."""
         try:
             super().publish(nbytes)
         except StorageError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from holdfast.format.container import BLOCK_NBYTES, num_blocks
@@ -19,6 +21,26 @@ def digest_blocks(data: Bytes) -> bytes:
     """The digest table of the blocks in `data`. `data` must begin at the start of a block; the last may be short."""
     starts = range(0, len(data), BLOCK_NBYTES)
     return b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_NBYTES].data) for start in starts)
+
+
+def digest_pieces(pieces: Sequence[Bytes]) -> bytes:
+    """As `digest_blocks`, of data in several arrays, one after the other."""
+    digests: list[bytes] = []
+    block, num_filled = xxhash.xxh3_128(), 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + BLOCK_NBYTES - num_filled]
+            at += len(part)
+            if len(part) == BLOCK_NBYTES:
+                digests.append(xxhash.xxh3_128_digest(part.data))
+                continue
+            block.update(part.data)
+            num_filled += len(part)
+            if num_filled == BLOCK_NBYTES:
+                digests.append(block.digest())
+                block, num_filled = xxhash.xxh3_128(), 0
+    return b"".join((*digests, *([block.digest()] if num_filled else [])))
 
 
 def first_bad_block(data: Bytes, table: bytes, *, first: int) -> int | None:

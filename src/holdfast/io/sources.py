@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from holdfast.store.base import Bytes
+
+#: Smaller pieces of memory are copied: a piece by itself takes longer on its way than their copy.
+_IN_PLACE_NBYTES = 256 << 10
 
 
 class Source(Protocol):
@@ -21,6 +24,14 @@ class Source(Protocol):
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes [start, start + len(out)) to `out`."""
+
+
+@runtime_checkable
+class HeldSource(Source, Protocol):
+    """A source that may be memory of this process."""
+
+    def held(self) -> Bytes | None:
+        """All its bytes, where they lie in memory without gaps; else None. The memory may change at any time."""
 
 
 class BytesSource:
@@ -53,12 +64,32 @@ class JoinedSources:
 
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes [start, start + len(out)) to `out`."""
-        stop = start + len(out)
+        for source, first, nbytes in self._parts(start, start + len(out)):
+            source.read_into(first, out[:nbytes])
+            out = out[nbytes:]
+
+    def pieces(self, start: int, stop: int, buffer: Bytes) -> list[Bytes]:
+        """Bytes [start, stop), one array after the other: large ones where they lie in memory, the others as copies in
+        `buffer`, which has room for all of them."""
+        found: list[Bytes] = []
+        num_copied, num_joined = 0, 0  # the bytes in `buffer`, and those of them that are in `found`
+        for source, first, nbytes in self._parts(start, stop):
+            held = source.held() if nbytes >= _IN_PLACE_NBYTES and isinstance(source, HeldSource) else None
+            if held is None:
+                source.read_into(first, buffer[num_copied : num_copied + nbytes])
+                num_copied += nbytes
+                continue
+            found += [buffer[num_joined:num_copied]] if num_joined < num_copied else []
+            num_joined = num_copied
+            found.append(held[first : first + nbytes])
+        return found + ([buffer[num_joined:num_copied]] if num_joined < num_copied else [])
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[Source, int, int]]:
+        """The parts of sources that make up bytes [start, stop): each source, the first byte of it, and how many."""
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
             begin, end = self._offsets[index], min(self._offsets[index + 1], stop)
             if start < end:
-                self._sources[index].read_into(start - begin, out[: end - start])
-                out = out[end - start :]
+                yield self._sources[index], start - begin, end - start
                 start = end
             index += 1

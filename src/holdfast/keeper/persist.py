@@ -162,7 +162,6 @@ def _store_file(
             nbytes=part.nbytes,
             head_nbytes=part.data_start,
             await_head=await_seal,
-            in_order=storage.capabilities.in_order,
         )
 
     try:

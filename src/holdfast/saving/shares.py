@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import xxhash
@@ -12,17 +12,21 @@ from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.errors import StorageError
 from holdfast.format import container, records
 from holdfast.format import manifest as fmt
+from holdfast.format.container import FileLayout
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import FileSeal
 from holdfast.format.values import Node
-from holdfast.io.buffers import pipeline_pool
+from holdfast.io.buffers import NUM_THREADS, pipeline_pool, writing_pool
+from holdfast.io.create_only import CheckedWriter
 from holdfast.io.meter import Meter
+from holdfast.io.ordered import OrderedData, changed
 from holdfast.io.sources import BytesSource, Source
-from holdfast.io.writer import digests_of, write_file
+from holdfast.io.writer import write_file
 from holdfast.run.complete import sealed_file
 from holdfast.run.still_files import StoredFile
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
+from holdfast.state.marks import Versions
 from holdfast.store.base import Store
 from holdfast.store.timed import TimedStore
 
@@ -59,7 +63,8 @@ def write_share(
                 block = pack_values(dict(values), capacity=layout.values.capacity)
                 sources.append(BytesSource(block))
             target = StoredFile(storage, share.manifest, folder, layout)
-            seals.append(_marked(target, sources) or _written(target, sources, meter))
+            versions = _versions(share, layout, flat)
+            seals.append(_marked(target, sources) or _written(target, sources, versions, meter))
     except StorageError:
         with suppress(StorageError):
             for seal in seals:
@@ -75,28 +80,44 @@ def _marked(target: StoredFile, sources: Sequence[Source]) -> FileSeal | None:
 
     def digests() -> bytes:
         with pipeline_pool() as pool:
-            return digests_of(sources, pool=pool)
+            return OrderedData(sources, pool, NUM_THREADS).digests()
 
     seal = sealed_file(target.manifest, target.layout, target.storage.limit.run("hash", target.path, digests))
     return seal if target.marked(seal) else None
 
 
-def _written(target: StoredFile, sources: Sequence[Source], meter: Meter) -> FileSeal:
+def _written(target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter) -> FileSeal:
     storage, layout = target.storage, target.layout
 
     def write() -> bytes:
-        with pipeline_pool() as pool:
+        writer = storage.limit.direct_writer(storage, target.key, nbytes=layout.nbytes)
+        with writing_pool(writer) as pool:
             return write_file(
-                storage.limit.direct_writer(storage, target.key, nbytes=layout.nbytes),
+                CheckedWriter(writer, _check_of(versions)) if writer.in_order else writer,
                 sources,
                 data_start=layout.data_start,
                 header=lambda table: container.header(target.manifest, layout, table),
                 pool=pool,
-                in_order=storage.capabilities.in_order,
                 meter=meter,
             )
 
     return sealed_file(target.manifest, layout, storage.limit.run("write", target.path, write))
+
+
+def _versions(share: StoredShare, layout: FileLayout, flat: FlatState) -> Versions:
+    names = share.manifest.body.names
+    return Versions([part for entry in layout.entries for part in flat.tensors[names[entry.tensor]].memory])
+
+
+def _check_of(versions: Versions) -> Callable[[], None]:
+    """A check for the end of a file whose data is hashed in the live tensors, and sent from there: digests do not show
+    a tensor that was changed and changed back in between, but torch counts its changes."""
+
+    def check() -> None:
+        if versions.changed():
+            raise changed()
+
+    return check
 
 
 def _read_manifest(storage: Store, planned: Planned, rank: int) -> DecodedManifest:

@@ -98,15 +98,22 @@ class MemorySource(msgspec.Struct, frozen=True, gc=False):
         flat = carried(self.view).reshape(-1)
         return flat if flat.numel() == self.numel else flat[self.first : self.first + self.numel]
 
+    def held(self) -> Bytes | None:
+        """As `HeldSource.held`."""
+        if not (self.view.is_contiguous() and self.view.device.type == "cpu"):
+            return None
+        first = self.first * self.view.element_size()
+        return array_of(self.view).reshape(-1).view(np.uint8)[first : first + self.nbytes]
+
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes from `start` on into `out`; both are multiples of the element size."""
+        held = self.held()
+        if held is not None:
+            copy_elements(out, held[start : start + len(out)])
+            return
         itemsize = self.view.element_size()
         first = self.first + start // itemsize
         count = len(out) // itemsize
-        if self.view.is_contiguous() and self.view.device.type == "cpu":
-            flat = array_of(self.view).reshape(-1).view(np.uint8)
-            copy_elements(out, flat[first * itemsize : (first + count) * itemsize])
-            return
         elements = torch.from_numpy(out.view(CARRIERS[itemsize]))
         source = carried(self.view)
         for offset, box in flat_boxes(tuple(self.view.shape), first, first + count):

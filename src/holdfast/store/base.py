@@ -12,7 +12,7 @@ import builtins
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
 
@@ -67,9 +67,10 @@ class Capabilities:
     `unlisted_remains`: what dead writers may leave that `Store.leftovers` does not list, and who removes it, or empty.
     ``holdfast doctor`` shows it.
 
-    `in_order`: an object must be written from its first byte to its last. A `write_at` waits until all bytes before it
-    were written, so of concurrent ones the first must be under way. `abort` may be called while threads wait, and makes
-    them raise.
+    `in_order`: objects may have to be written from the first byte to the last; `FileWriter.in_order` says which.
+
+    `request_nbytes`, `num_requests`: so many reads of this size at a time use the store fully. Where the size is more
+    than 2 MiB, its readers should be `StreamingReader`.
 
     `is_fenced`: of several writers that create one object at once, one succeeds. Where a store lacks it, one of two
     jobs that write to a run at the same time can replace records of the other.
@@ -79,6 +80,8 @@ class Capabilities:
     in_order: bool = False
     is_fenced: bool = True
     unlisted_remains: str = ""
+    request_nbytes: int = 2 << 20
+    num_requests: int = 3
 
 
 class FileWriter(Protocol):
@@ -92,8 +95,17 @@ class FileWriter(Protocol):
         but are buffered.
         """
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write all of `data` at `offset`. Returns when the store has taken the bytes; they are not yet durable."""
+    @property
+    def in_order(self) -> bool:
+        """Whether the object must be written from its first byte to its last.
+
+        Then a `write_at` waits until all bytes before it were written, so of concurrent ones the first must be under
+        way. `abort` may be called while threads wait, and makes them raise.
+        """
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        """Write all of `data`, one array after the other, from `offset` on. Returns when the store has taken the bytes,
+        and the arrays may change again; the bytes are not yet durable."""
 
     def publish(self, nbytes: int) -> None:
         """Cut the object to `nbytes`, make it durable, and make it visible under its key.
@@ -128,6 +140,14 @@ class FileReader(Protocol):
 
     def close(self) -> None:
         """Release the object."""
+
+
+@runtime_checkable
+class StreamingReader(FileReader, Protocol):
+    """A `FileReader` that gets the bytes of several reads by one request."""
+
+    def expect(self, start: int, stop: int) -> None:
+        """Note that the calling thread will read [start, stop) next, in order, by any number of `read_at`."""
 
 
 class Store(Protocol):

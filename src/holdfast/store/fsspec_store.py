@@ -234,13 +234,16 @@ class FsspecWriter:
         self._connections, self._files, self._inside, self._path = connections, files, inside, path
         self._temporary = posixpath.join(posixpath.dirname(inside), TEMPORARY_PREFIX + secrets.token_hex(8))
         self._is_done = False
+        self.in_order = files.capabilities.in_order
         with reported("create", path):
             self._system, self._file = connections.hold(lambda system: files.begin(system, self._temporary))
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    def write_at(self, offset: int, *data: Bytes) -> None:
         """As `FileWriter.write_at`."""
         with reported("write", self._path):
-            self._file.write_at(offset, data)
+            for each in data:
+                self._file.write_at(offset, each)
+                offset += len(each)
 
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""

@@ -13,7 +13,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import count
 from typing import Final, Self
@@ -46,15 +46,18 @@ class WholeObjectWriter:
     returns False where its key is taken."""
 
     alignment = 1
+    in_order = False
 
     def __init__(self, path: str, create: Callable[[Bytes], bool], *, nbytes: int) -> None:
         self._path = path
         self._create = create
         self._data = np.zeros(nbytes, np.uint8)
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileWriter.write_at`, in any order."""
-        self._data[offset : offset + len(data)] = data
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        """As `FileWriter.write_at`."""
+        for each in data:
+            self._data[offset : offset + len(each)] = each
+            offset += len(each)
 
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""
@@ -66,6 +69,22 @@ class WholeObjectWriter:
         self._data = np.zeros(0, np.uint8)
 
 
+class _Arrays:
+    """Arrays of bytes, taken from the first byte to the last."""
+
+    def __init__(self, arrays: Iterable[Bytes]) -> None:
+        self._left = deque(each for each in arrays if len(each))
+
+    def take(self, nbytes: int) -> Iterator[Bytes]:
+        """The next `nbytes` bytes, in as many pieces as they lie in."""
+        while nbytes:
+            first = self._left.popleft()
+            if len(first) > nbytes:
+                self._left.appendleft(first[nbytes:])
+            yield first[:nbytes]
+            nbytes -= min(nbytes, len(first))
+
+
 class StreamedObjectWriter:
     """A `FileWriter` of a large object, which must be written in order: a `write_at` waits until all bytes before it
     were written. So of concurrent writes, the first must be under way. `abort` makes those that wait raise.
@@ -74,6 +93,7 @@ class StreamedObjectWriter:
     """
 
     alignment = 1
+    in_order = True
 
     def __init__(
         self, client: ObjectClient, key: str, path: str, *, nbytes: int, part_nbytes: int = PART_NBYTES
@@ -99,16 +119,18 @@ class StreamedObjectWriter:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """As `FileWriter.write_at`: `data` may be changed again after the return."""
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        """As `FileWriter.write_at`."""
         mine: list[int] = []
+        nbytes = sum(map(len, data))
+        arrays = _Arrays(data)
         with self._changed:
             self._wait(lambda: self._next == offset)
             self._start()
             taken = 0
-            while taken < len(data):
-                taken += self._take(data[taken:], mine)
-            self._next = offset + len(data)
+            while taken < nbytes:
+                taken += self._take(arrays, nbytes - taken, mine)
+            self._next = offset + nbytes
             self._changed.notify_all()
             self._wait(lambda: self._held.keys().isdisjoint(mine))
 
@@ -153,20 +175,21 @@ class StreamedObjectWriter:
                 raise StopIteration
             return self._pieces.popleft()
 
-    def _take(self, data: Bytes, mine: list[int]) -> int:
-        """Take the first bytes of `data`: whole parts and large ends of parts as views, the rest as a copy. Returns how
-        many."""
+    def _take(self, arrays: _Arrays, nbytes: int, mine: list[int]) -> int:
+        """Take the first of `nbytes` bytes: whole parts and large ends of parts as views, the rest as a copy. Returns
+        how many."""
         room = self._part_nbytes - self._num_kept
-        if len(data) >= room and 2 * room >= self._part_nbytes:
+        if nbytes >= room and 2 * room >= self._part_nbytes:
             self._push_kept()
-            mine.append(self._push(data[:room].data, None))
+            mine += (self._push(piece.data, None) for piece in arrays.take(room))
             return room
-        taken = min(room, len(data))
+        taken = min(room, nbytes)
         if self._kept is None:
             self._wait(lambda: self._spare or self._num_buffers <= self._num_parts)
             self._kept = self._spare.pop() if self._spare else self._new_buffer()
-        self._kept[self._num_kept : self._num_kept + taken] = data[:taken]
-        self._num_kept += taken
+        for piece in arrays.take(taken):
+            self._kept[self._num_kept : self._num_kept + len(piece)] = piece
+            self._num_kept += len(piece)
         if self._num_kept == self._part_nbytes:
             self._push_kept()
         return taken

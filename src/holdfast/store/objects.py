@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import builtins
 import random
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
@@ -37,6 +39,9 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 #: The chunks in which the body of an answer arrives: larger ones are put together from smaller ones, by one more copy.
 _CHUNK_NBYTES: Final = 256 << 10
+#: The reads that a network with long delays needs. More or larger ones gain little, and take processor time.
+_REQUEST_NBYTES: Final = 16 << 20
+_NUM_REQUESTS: Final = 4
 _RULE: Final = (
     "Uploads that a dead process began take space, and cannot be listed here: let a lifecycle rule of the bucket "
     "delete them after some days (AbortIncompleteMultipartUpload)."
@@ -59,7 +64,12 @@ class ObjectStore:
         self._place = ObjectPlace.of(location)
         self._client = client_of(location)
         self._part_nbytes = part_nbytes
-        self.capabilities = Capabilities(in_order=True, unlisted_remains=_REMAINS.get(self._place.scheme, ""))
+        self.capabilities = Capabilities(
+            in_order=True,
+            unlisted_remains=_REMAINS.get(self._place.scheme, ""),
+            request_nbytes=_REQUEST_NBYTES,
+            num_requests=_NUM_REQUESTS,
+        )
 
     def resolved(self) -> str:
         """The URL of the root, and the address of its server where that is not the cloud's own."""
@@ -212,6 +222,11 @@ class ObjectReader:
             found = obstore.head(client.records, key)
         self.nbytes = found["size"]
         self._etag = found["e_tag"]
+        self._expected = _Expected()
+
+    def expect(self, start: int, stop: int) -> None:
+        """As `StreamingReader.expect`."""
+        self._expected.body = self._request(start, min(stop, self.nbytes)) if start < self.nbytes else None
 
     def read_at(self, offset: int, out: Bytes) -> None:
         """As `FileReader.read_at`. Raises `CorruptError`, code ``corrupt.changed``, where the object was replaced."""
@@ -220,26 +235,67 @@ class ObjectReader:
             raise short(self._path, start=offset, wanted=len(out), found=max(self.nbytes - offset, 0))
         if not len(out):
             return
-        options: obstore.GetOptions = {"range": (offset, stop)}
-        if self._etag is not None:
-            options["if_match"] = self._etag
-        with reported("read", self._path):
-            try:
-                done = self._fill(out, options)
-            except (obstore.exceptions.PreconditionError, FileNotFoundError) as error:
-                raise changed(self._path) from error
+        body = self._expected.body
+        if body is None or body.at != offset or stop > body.stop:
+            body = self._request(offset, stop)
+        with self._reading():
+            done = body.fill(out)
         if done < len(out):
             raise short(self._path, start=offset, wanted=len(out), found=done)
 
     def close(self) -> None:
-        """Does nothing: nothing is held between two requests."""
+        """As `FileReader.close`."""
+        self._expected = _Expected()
 
-    def _fill(self, out: Bytes, options: obstore.GetOptions) -> int:
+    def _request(self, start: int, stop: int) -> _ArrivingBody:
+        options: obstore.GetOptions = {"range": (start, stop)}
+        if self._etag is not None:
+            options["if_match"] = self._etag
+        with self._reading():
+            found = obstore.get(self._client.data, self._key, options=options)
+            return _ArrivingBody(start, stop, found.stream(min_chunk_size=_CHUNK_NBYTES))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with reported("read", self._path):
+            try:
+                yield
+            except (obstore.exceptions.PreconditionError, FileNotFoundError) as error:
+                raise changed(self._path) from error
+
+
+_NOTHING: Final[Bytes] = np.zeros(0, np.uint8)
+
+
+class _ArrivingBody:
+    """The body of an answer, which arrives in chunks: bytes [at, stop) of an object are still to come."""
+
+    def __init__(self, start: int, stop: int, chunks: obstore.BytesStream) -> None:
+        self.at, self.stop = start, stop
+        self._chunks = chunks
+        self._rest = _NOTHING
+
+    def fill(self, out: Bytes) -> int:
+        """Fill `out` with the next bytes. Returns how many there were."""
         done = 0
-        for chunk in obstore.get(self._client.data, self._key, options=options).stream(min_chunk_size=_CHUNK_NBYTES):
-            out[done : done + len(chunk)] = np.frombuffer(chunk, np.uint8)
-            done += len(chunk)
+        while done < len(out):
+            if not len(self._rest):
+                self._rest = _NOTHING  # the old chunk is dropped before the next one comes, which uses its memory again
+                self._rest = np.frombuffer(next(self._chunks, b""), np.uint8)
+            count = min(len(self._rest), len(out) - done)
+            if not count:
+                break
+            out[done : done + count] = self._rest[:count]
+            self._rest = self._rest[count:]
+            done += count
+        self.at += done
         return done
+
+
+class _Expected(threading.local):
+    """The body that a thread reads from next."""
+
+    body: _ArrivingBody | None = None
 
 
 def _pauses() -> Iterator[float | None]:

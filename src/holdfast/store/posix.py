@@ -233,6 +233,8 @@ class PosixWriter(_OpenFile):
     write whole aligned blocks, so that one block is never written both ways.
     """
 
+    in_order = False
+
     def __init__(self, path: str, *, nbytes: int) -> None:
         self._temporary = _temporary_beside(path)
         with reported("create", path, nbytes=nbytes):
@@ -247,15 +249,20 @@ class PosixWriter(_OpenFile):
                 _remove(self._temporary)
                 raise
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        """Write all of `data` at `offset`; not yet durable on return."""
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        """As `FileWriter.write_at`."""
         with reported("write", self._path):
-            while len(data):
-                num_written = self._write_some(offset, data)
-                if num_written == 0:
-                    raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")
-                offset += num_written
-                data = data[num_written:]
+            for each in data:
+                self._write_all(offset, each)
+                offset += len(each)
+
+    def _write_all(self, offset: int, data: Bytes) -> None:
+        while len(data):
+            num_written = self._write_some(offset, data)
+            if num_written == 0:
+                raise OSError(errno.EIO, "the file system wrote no bytes and reported no error")
+            offset += num_written
+            data = data[num_written:]
 
     def _write_some(self, offset: int, data: Bytes) -> int:
         whole = len(data) - len(data) % ALIGNMENT

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from holdfast.errors import StorageError
-from holdfast.store.base import Bytes, FileReader, FileWriter, Store
+from holdfast.store.base import Bytes, FileReader, FileWriter, Store, StreamingReader
 from holdfast.store.helpers import Helpers
 
 #: Grace period for closing a file after the deadline, and longest wait for a request that was given up before it.
@@ -127,8 +127,12 @@ class _TimedWriter:
     def alignment(self) -> int:
         return self._writer.alignment
 
-    def write_at(self, offset: int, data: Bytes) -> None:
-        self._file.ask("write", partial(self._writer.write_at, offset, data))
+    @property
+    def in_order(self) -> bool:
+        return self._writer.in_order
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
+        self._file.ask("write", partial(self._writer.write_at, offset, *data))
 
     def publish(self, nbytes: int) -> None:
         self._file.ask("publish", partial(self._writer.publish, nbytes))
@@ -169,9 +173,13 @@ class _DirectWriter:
     def alignment(self) -> int:
         return self._writer.alignment
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    @property
+    def in_order(self) -> bool:
+        return self._writer.in_order
+
+    def write_at(self, offset: int, *data: Bytes) -> None:
         self._check()
-        self._writer.write_at(offset, data)
+        self._writer.write_at(offset, *data)
 
     def publish(self, nbytes: int) -> None:
         self._check()
@@ -193,6 +201,11 @@ class _DirectReader:
     @property
     def alignment(self) -> int:
         return self._reader.alignment
+
+    def expect(self, start: int, stop: int) -> None:
+        self._check()
+        if isinstance(self._reader, StreamingReader):
+            self._reader.expect(start, stop)
 
     def read_at(self, offset: int, out: Bytes) -> None:
         self._check()

@@ -115,14 +115,17 @@ class MemoryWriter:
     """A `FileWriter` whose object appears with `publish`."""
 
     alignment = 1
+    in_order = False
 
     def __init__(self, store: MemoryStore, key: str, *, nbytes: int) -> None:
         self._store, self._key = store, key
         self._data = np.zeros(nbytes, np.uint8)
 
-    def write_at(self, offset: int, data: Bytes) -> None:
+    def write_at(self, offset: int, *data: Bytes) -> None:
         """As `FileWriter.write_at`."""
-        self._data[offset : offset + data.nbytes] = data
+        for each in data:
+            self._data[offset : offset + len(each)] = each
+            offset += len(each)
 
     def publish(self, nbytes: int) -> None:
         """As `FileWriter.publish`."""

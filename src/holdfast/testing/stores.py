@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
 
@@ -132,6 +133,23 @@ class StoreConformance(ABC):
             list(pool.map(lambda start: writer.write_at(start, content[start : start + step].copy()), starts))
         writer.publish(len(content))
         assert other.read("object") == content.tobytes()
+
+    def test_a_write_of_several_arrays_is_that_of_all_their_bytes(self, store: Store, other: Store) -> None:
+        content = _bytes((40 << 20) + 5)
+        writer = store.writer("object", nbytes=len(content))
+        cuts = [0, 1000, 1000, 20 << 20, (20 << 20) + 7, len(content)]
+        for first, last in ((0, 3), (3, 5)):
+            pieces = [content[start:stop] for start, stop in pairwise(cuts[first : last + 1])]
+            writer.write_at(cuts[first], *pieces)
+        writer.publish(len(content))
+        assert other.read("object") == content.tobytes()
+
+    def test_only_objects_of_a_store_that_writes_in_order_are_written_so(self, store: Store) -> None:
+        writers = [store.writer(name, nbytes=nbytes) for name, nbytes in (("small", 3), ("large", 64 << 20))]
+        assert [writer.in_order for writer in writers][1] == store.capabilities.in_order
+        assert not writers[0].in_order or store.capabilities.in_order
+        for writer in writers:
+            writer.abort()
 
     def test_publishing_cuts_to_the_size_that_is_given(self, store: Store, other: Store) -> None:
         content = _bytes(10_000)
