@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,13 +18,21 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_checkpoint
-from holdfast.errors import CorruptError, IncompatibleError
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
+from holdfast.errors import CorruptError, IncompatibleError, StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import Commit, Place
+from holdfast.format.records import Commit, FileSeal, Place
+from holdfast.io.meter import Meter
+from holdfast.io.sources import Source
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
 from holdfast.run.leases import await_ended_reads
+from holdfast.run.still_files import StoredFile
+from holdfast.saving import save_to_storage, shares
+from holdfast.state.marks import Versions
+from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
@@ -242,6 +250,43 @@ def test_a_file_that_was_lost_is_written_again(run: str) -> None:
     job.save(run, 2)
     assert still_in(run, 2) == ["still-00001.safetensors"]
     assert_equal(loaded(run), job.bits())
+
+
+class OnceMoreRoom:
+    """Finds room for each save that finds no space."""
+
+    def made(self, error: StorageError, channel: Channel, deadline: Deadline) -> bool:
+        return error.code == "storage.full"
+
+
+def test_a_rank_that_finds_no_space_for_its_second_file_writes_both_again(
+    run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, tries = shares._written, []
+
+    def full_once(
+        target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter, during: shares.During
+    ) -> FileSeal:
+        tries.append(target.layout.index)
+        if len(tries) == 2:
+            raise StorageError("no space", code="storage.full", action="Make some.")
+        return written(target, sources, versions, meter, during)
+
+    monkeypatch.setattr(shares, "_written", full_once)
+    job = Job()
+    save_to_storage(
+        Location(run),
+        job.state,
+        1,
+        numbers={},
+        select=None,
+        group=None,
+        takeover=False,
+        room=OnceMoreRoom(),
+        timeout_s=60.0,
+    )
+    assert tries == [0, 1, 0, 1]
+    assert torch.equal(holdfast.open(run)["model/base.weight"][...], job.model.base.weight)
 
 
 # Removal.

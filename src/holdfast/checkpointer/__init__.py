@@ -214,7 +214,7 @@ class Checkpointer:
         self._pruning.note_metrics(checked_metrics(metrics), self._group)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
-        heard_by = (self._pruning.listener(), self._own_resume.hear, self._failed.hear, *heard_by)
+        heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by, self._failed.hear)
         machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by, memory_only=memory_only)
         with self._turn.taken("save"):
             begun_s = time.monotonic()

@@ -11,7 +11,7 @@ from holdfast.checkpoint.verification import verify_file
 from holdfast.errors import CorruptError
 from holdfast.format import container
 from holdfast.format.records import Commit
-from holdfast.io.buffers import pipeline_pool
+from holdfast.io.buffers import writing_pool
 from holdfast.io.jobs import DataFile
 from holdfast.io.writer import write_file
 from holdfast.run.by_path import checkpoint_at
@@ -75,7 +75,7 @@ class _StoredData(NamedTuple):
 def _copy(checkpoint: Checkpoint, index: int) -> None:
     """Copy a data file that an earlier checkpoint has into the checkpoint's own folder, with a header of its own. The
     copy appears only if all that was read matches its digests."""
-    layout, seal, storage = checkpoint.files.layout(index), checkpoint.seal.files[index], checkpoint.storage
+    layout, seal = checkpoint.files.layout(index), checkpoint.seal.files[index]
     file = checkpoint.open_file(index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
 
     def header(table: bytes) -> bytes:
@@ -89,9 +89,10 @@ def _copy(checkpoint: Checkpoint, index: int) -> None:
         return container.header(checkpoint.manifest, layout, table)
 
     try:
-        with pipeline_pool() as pool:
+        writer = checkpoint.storage.writer(checkpoint.sealed.key(seal.name), nbytes=seal.nbytes)
+        with writing_pool(writer) as pool:
             write_file(
-                storage.writer(checkpoint.sealed.key(seal.name), nbytes=seal.nbytes),
+                writer,
                 [_StoredData(file)],
                 data_start=layout.data_start,
                 header=header,

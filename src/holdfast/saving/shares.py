@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import xxhash
@@ -56,28 +57,34 @@ def write_share(
 ) -> Written:
     """Write this rank's data files, which are durable on return. `values` are the values that they hold. A still file
     that equals its candidate gets a mark instead. `meanwhile` is called ``every_s``; if it raises, the files are given
-    up."""
-    seals = []
-    for layout in share.layouts:
-        sources = sources_of(share.manifest, layout, flat, rank)
-        if layout.values is not None:
-            block = pack_values(dict(values), capacity=layout.values.capacity)
-            sources.append(BytesSource(block))
-        target = StoredFile(storage, share.manifest, folder, layout)
-        during = _During(meanwhile, every_s)
-        versions = _versions(share, layout, flat)
-        seals.append(_marked(target, sources, during) or _written(target, sources, versions, meter, during))
+    up. After an error none of the files stays, so that another try can write them."""
+    during = During(meanwhile, every_s)
+    seals: list[FileSeal] = []
+    try:
+        for layout in share.layouts:
+            sources = sources_of(share.manifest, layout, flat, rank)
+            if layout.values is not None:
+                block = pack_values(dict(values), capacity=layout.values.capacity)
+                sources.append(BytesSource(block))
+            target = StoredFile(storage, share.manifest, folder, layout)
+            versions = _versions(share, layout, flat)
+            seals.append(_marked(target, sources, during) or _written(target, sources, versions, meter, during))
+    except Exception:
+        with suppress(StorageError):
+            for seal in seals:
+                storage.delete(records.checkpoint_key(folder, seal.name))
+        raise
     return Written(tuple(seals))
 
 
-class _During(NamedTuple):
+class During(NamedTuple):
     """What is called while a file is written, and how often."""
 
     call: Callable[[], None]
     every_s: float
 
 
-def _marked(target: StoredFile, sources: Sequence[Source], during: _During) -> FileSeal | None:
+def _marked(target: StoredFile, sources: Sequence[Source], during: During) -> FileSeal | None:
     """The entry of the seal for a still file that equals its candidate, which gets a mark; None for any other file."""
     if target.candidate is None:
         return None
@@ -92,7 +99,7 @@ def _marked(target: StoredFile, sources: Sequence[Source], during: _During) -> F
 
 
 def _written(
-    target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter, during: _During
+    target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter, during: During
 ) -> FileSeal:
     storage, layout = target.storage, target.layout
 

@@ -202,11 +202,9 @@ class Walk:
 
     def _with_planes(self, names: set[str]) -> set[str]:
         """The `names` of tensors, and those of their planes."""
-        for name in list(names) if self._planed else ():
-            node = self._nodes.get(name)
-            if isinstance(node, PlanesNode):
-                names.update(plane_name(name, plane) for plane in node.planes)
-        return names
+        nodes = ((name, self._nodes.get(name)) for name in names) if self._planed else ()
+        planed = ((name, node.planes) for name, node in nodes if isinstance(node, PlanesNode))
+        return names.union(plane_name(name, plane) for name, planes in planed for plane in planes)
 
     def finish(self) -> FlatState:
         """Name the slots in `left`, and return the flat state. Any thread may call it, once; the slots must not have
