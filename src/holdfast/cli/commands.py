@@ -437,6 +437,24 @@ def import_checkpoint(
     import_checkpoint(source, run, step=step, as_json=as_json, workers=workers, read_back=read_back)
 
 
+@app.command()
+def cp(
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A run, or one checkpoint: RUN@step=700, RUN@3.12.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="A new run, or an earlier copy of the same one.")],
+    *,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged checkpoints out, and copy the others.")
+    ] = False,
+    read_back: ReadBackOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a run, or one checkpoint of it, to another place. Call it again to go on, or to bring what is new."""
+    from holdfast.cli.cp import cp
+
+    if not cp(src, dst, skip_damaged=skip_damaged, read_back=read_back, as_json=as_json):
+        raise typer.Exit(FINDING)
+
+
 @app.command("request-save")
 def request_save(run: RunArgument) -> None:
     """Ask the job that trains on a run to save soon. The job needs the policy OnRequest."""
