@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -205,3 +207,37 @@ def test_an_origin_that_a_single_copy_leaves_out_is_a_place_that_was_removed() -
     assert outcome.removed == [Place(1, 1)]
     assert outcome.copied == [Place(2, 1)]
     assert [*run.lineage_places()] == [Place(2, 2), Place(2, 1)]
+
+
+def test_several_copies_to_one_place_at_once_make_one_whole_copy() -> None:
+    history, target = History(), MemoryStore("target")
+    for event in (("save", 0), ("save", 0), ("rollback", 1), ("save", 0), ("restart", 0), ("save", 0), ("late", 0)):
+        history.happen(*event)
+    for _ in range(5):
+        with ThreadPoolExecutor(3) as pool:
+            for outcome in [pool.submit(copied, history.run, target) for _ in range(3)]:
+                outcome.result()
+        check_valid(target, history)
+        run = Run.open(target)
+        assert (run.head(), run.places()) == (history.run.head(), history.run.places())
+        history.happen("save", 0)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_an_epoch_that_is_opened_between_the_listings_waits_for_the_next_copy(at: int) -> None:
+    history, target = History(), MemoryStore("target")
+    history.happen("save", 0)
+    num_listed = 0
+
+    def watch(_: int, when: str, name: str, path: str) -> None:
+        nonlocal num_listed
+        if (when, name) == ("after", "list"):
+            num_listed += 1
+            if num_listed == at + 1:
+                history.happen("restart", 0)
+                history.happen("save", 0)
+
+    copied(Run(FaultyStore(history.source, watch), history.run.marker), target)
+    check_valid(target, history)
+    copied(history.run, target)
+    assert Run.open(target).head() == history.run.head()
