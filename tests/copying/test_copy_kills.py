@@ -22,6 +22,8 @@ from holdfast.store.urls import location_of, open_store
 from tests.support import nursery
 from tests.support.checkpoints import begin, check, save
 from tests.support.faulty_storage import FaultyStore
+from tests.support.servers.fault_proxy import FaultProxy
+from tests.support.servers.faults import on
 from tests.support.servers.s3 import Bucket
 
 
@@ -112,3 +114,22 @@ def test_a_copy_into_a_bucket_that_is_killed(
         monkeypatch.setenv(name, value)
     src, dst = source.storage.location.url, f"{bucket.url}/copy"
     assert check_kills(src, dst, bucket.environment, [*range(0, 40, 3)], tmp_path / "err") > 8
+
+
+@pytest.mark.slow
+def test_lost_answers_and_broken_connections_of_a_bucket_do_no_harm(
+    source: Run, bucket: Bucket, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    dst = f"{bucket.url}/copy?endpoint={proxy.endpoint}"
+    faults = (
+        on("PUT", "*/history/*").once().loses_the_answer(),
+        on("PUT", "*/epochs/*").once().loses_the_answer(),
+        on("PUT", "*data-00001*").once().loses_the_answer(),
+        on("PUT", "*seal.json*").once().breaks_the_connection(),
+        on("PUT", "*manifest*").once().answers(503),
+    )
+    with proxy.faults(*faults):
+        assert len(holdfast.copy_run(source.storage.location.url, dst).copied) == 5
+    check_valid(f"{bucket.url}/copy")
