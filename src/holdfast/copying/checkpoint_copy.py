@@ -1,30 +1,28 @@
-"""The copy of one checkpoint's files. Bytes are compared with the digests of the seal as they pass, before the file
-appears in the copy.
+"""The copy of one checkpoint's files into a folder of its own, several at a time.
 
-A data file's header is a function of its manifest and its digest table, and the seal has the digest of that table. So
-the copy is, byte for byte, the file that was sealed, and damage of the source's header does not spread.
+Each file comes from where the source has it, in the checkpoint's folder or in that of an earlier one, and is written
+whole. So the copy of a checkpoint needs no other one, and its records have the bytes of the source all the same: a
+seal names the holders of files, but readers look into the checkpoint's own folder first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from holdfast.checkpoint.file_copy import write_copy
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import CorruptError, NotFoundError, StorageError
-from holdfast.format import container, records
+from holdfast.format import records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.format.records import SEAL_NAME, Commit
 from holdfast.io.buffers import BUFFER_NBYTES, BufferPool, run_threads
 from holdfast.io.create_only import CreateOnlyWriter
-from holdfast.io.digest import DIGEST_NBYTES
-from holdfast.io.jobs import DataFile
-from holdfast.io.writer import write_file
 from holdfast.run.complete import StoredManifest, check_data, check_file
 from holdfast.run.history import Run
-from holdfast.store.base import Bytes, Store
+from holdfast.store.base import Store
 
 #: Buffers of a copy, and so the requests that are under way at a time.
 _NUM_BUFFERS: Final = 8
@@ -111,7 +109,7 @@ class CheckpointCopy:
         Several files at a time, with the buffers of `pool`. Raises `CorruptError` for a damaged file of the source,
         which does not appear in the copy.
         """
-        files = list(checkpoint_files(self._checkpoint))
+        files = range(self._checkpoint.manifest.body.num_files)
         num_workers = min(_FILES_AT_ONCE, len(files))
         num_threads = _NUM_BUFFERS // max(num_workers, 1)
         waiting, stopped, lock = iter(files), threading.Event(), threading.Lock()
@@ -156,66 +154,23 @@ class CheckpointCopy:
     def _write(self, layout: FileLayout, pool: BufferPool, num_threads: int, stopped: threading.Event) -> None:
         """Copy one data file; durable on return."""
         key = self._stored.key(self._name(layout.index))
-        source = self._checkpoint.open_file(layout.index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
-        try:
-            assert source.table is not None
-            writer = CreateOnlyWriter(self._target.writer(key, nbytes=layout.nbytes), lambda: None)
-            write_file(
-                writer,
-                [_StoredData(source, self._advance, stopped)],
-                data_start=layout.data_start,
-                header=container.header(self._stored.manifest, layout, source.table),
-                pool=pool,
-                num_threads=num_threads,
-                check=lambda table: self._check(source, table),
-            )
-        finally:
-            source.reader.close()
+        writer = CreateOnlyWriter(self._target.writer(key, nbytes=layout.nbytes), lambda: None)
+
+        def advance(nbytes: int) -> None:
+            if stopped.is_set():
+                raise _CopyStoppedError
+            self._advance(nbytes)
+
+        write_copy(self._checkpoint, layout, writer, pool=pool, num_threads=num_threads, advance=advance)
         if (writer.existed or self._read_back) and not self._is_sound(layout):
             raise _bad_copy(self._target.path(key))
-
-    def _check(self, source: DataFile, table: bytes) -> None:
-        """Raise `CorruptError` where bytes that were read do not match the digests of the file."""
-        if table == source.table:
-            return
-        assert source.table is not None
-        starts = range(0, len(table), DIGEST_NBYTES)
-        at = next(at for at in starts if table[at : at + DIGEST_NBYTES] != source.table[at : at + DIGEST_NBYTES])
-        raise self._checkpoint.corrupt_block(source, at // DIGEST_NBYTES)
 
     def _name(self, index: int) -> str:
         return self._checkpoint.seal.files[index].name
 
 
-def checkpoint_files(checkpoint: Checkpoint) -> Iterator[int]:
-    """The numbers of the data files that a copy of `checkpoint` needs in its own folder, wherever the source has
-    them."""
-    yield from range(checkpoint.manifest.body.num_files)
-
-
 class _CopyStoppedError(Exception):
     """Another file's copy failed."""
-
-
-class _StoredData:
-    """The data section of a stored file, as a `Source`."""
-
-    def __init__(self, file: DataFile, advance: Callable[[int], None], stopped: threading.Event) -> None:
-        self._file = file
-        self._advance = advance
-        self._stopped = stopped
-
-    @property
-    def nbytes(self) -> int:
-        """As `Source.nbytes`."""
-        return self._file.data_nbytes
-
-    def read_into(self, start: int, out: Bytes) -> None:
-        """As `Source.read_into`."""
-        if self._stopped.is_set():
-            raise _CopyStoppedError
-        self._file.reader.read_at(self._file.data_start + start, out)
-        self._advance(len(out))
 
 
 def _bad_copy(path: str) -> StorageError:
