@@ -18,17 +18,9 @@ from tests.support.command_line import holdfast_command
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 from tests.support.ranks import run_ranks
-from tests.support.servers.s3 import Bucket
 
 #: The elements of a large tensor: its file is uploaded in parts.
 LARGE = 5 << 20
-
-
-@pytest.fixture
-def in_bucket(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in bucket.environment.items():
-        monkeypatch.setenv(name, value)
-    return f"{bucket.url}/runs/a"
 
 
 def train(run: str, num_steps: int, *, keep: int | None = None) -> tuple[int | None, dict[str, torch.Tensor]]:
@@ -54,6 +46,7 @@ def train_and_delete(run: str) -> None:
     train(run, 1_000_000, keep=2)
 
 
+@pytest.mark.slow
 def test_a_run_goes_to_a_bucket_and_back(run: str, in_bucket: str, tmp_path: Path) -> None:
     start_new_job()
     state = {"w": torch.arange(LARGE), "b": torch.randn(7)}

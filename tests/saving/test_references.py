@@ -425,7 +425,7 @@ def save_twice(run: str) -> tuple[list[int], dict[str, torch.Tensor]]:
     return referenced, whole
 
 
-def load_and_save(run: str) -> tuple[dict[str, torch.Tensor], int]:
+def load_and_save(run: str, step: int = 3) -> tuple[dict[str, torch.Tensor], int]:
     start_new_job()
     job = sharded(3)
     job.train()
@@ -434,7 +434,7 @@ def load_and_save(run: str) -> tuple[dict[str, torch.Tensor], int]:
     for name, tensor in job.model.state_dict().items():
         assert isinstance(tensor, DTensor)
         found[name] = tensor.full_tensor()
-    return found, job.save(run, 3).referenced_nbytes
+    return found, job.save(run, step).referenced_nbytes
 
 
 def test_another_number_of_ranks_loads_the_same_bits_and_writes_all_again(run: str) -> None:

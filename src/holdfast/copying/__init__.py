@@ -35,6 +35,9 @@ def copy_run(
     a valid run, and its head is all there. It has the id of `src`: it is the same run in another place, and a job may
     go on from either. A checkpoint that was asked for by its selector is completed in `dst` where it lost files.
 
+    A file that a checkpoint shares with earlier ones is written whole into its own folder, as by `compact`: each
+    checkpoint of `dst` is self-contained, and `dst` takes as many bytes as if nothing had been shared.
+
     Every byte is read once, and compared with its digest before its file appears in `dst`; takes 16 MiB of buffers
     between folders, and some 200 MiB with object stores. With `read_back`, the files of the checkpoints that are copied
     are read again in `dst`, too; without it, files with the right size and header are kept.
