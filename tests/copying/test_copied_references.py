@@ -14,7 +14,7 @@ import holdfast
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
-from holdfast.format.records import SEAL_NAME
+from holdfast.format.records import SEAL_NAME, Place
 from holdfast.run.complete import check_data, read_manifest
 from holdfast.run.leases import await_ended_reads
 from holdfast.testing.memory_store import MemoryStore
@@ -182,6 +182,30 @@ def test_a_holder_that_is_deleted_during_the_copy(run: str, copy: str, what: Cal
     copy_with(opened(Path(run)), Path(copy), lambda text: what(run) if "1.2" in text else None)
     check_sound(copy)
     assert_equal(loaded(f"{copy}@step=2"), bits[2])
+
+
+def test_a_copy_that_fails_beside_a_removal_in_the_target_deletes_no_file_that_others_need(run: str, copy: str) -> None:
+    saved(run, 1, 2)
+    holdfast.copy_run(run, copy)
+    start_new_job()
+    job = Job(seed=5)
+    job.train()
+    holdfast.load(copy, job.state)
+    job.save(copy, 3)
+    with next(folder_of(run, 2).glob("data-*")).open("r+b") as file:
+        file.seek(-5, 2)
+        file.write(b"?")
+    removed: list[str] = []
+
+    def watch(_: int, when: str, name: str, path: str) -> None:
+        if (when, name) == ("before", "list") and path.endswith(folder_of(run, 2).name) and not removed:
+            removed.append(path)
+            remove(copy, 2)
+
+    target = FaultyStore(opened(Path(copy)).storage, watch)
+    outcome = copied(opened(Path(run)), target, Place(1, 2), skip_damaged=True)
+    assert (outcome.damaged, len(removed)) == ([Place(1, 2)], 1)
+    assert_equal(loaded(copy), job.bits())
 
 
 def save_on_ranks(run: str) -> dict[str, torch.Tensor]:

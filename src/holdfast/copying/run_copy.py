@@ -131,7 +131,9 @@ class RunCopy:
                 work = CheckpointCopy(source, target.storage, read_back=self._read_back, advance=advance)
                 files = work.write(pool, found)
         except (CorruptError, NotFoundError):
-            if SEAL_NAME not in found and (self._skip_damaged or self._source.is_removed(commit.place)):
+            is_left_out = self._skip_damaged or self._source.is_removed(commit.place)
+            # Of a checkpoint that was removed from the target, still files may be there that others refer to.
+            if is_left_out and SEAL_NAME not in found and not target.run.is_removed(commit.place):
                 self._discard(folder)
             raise
         self.outcome.num_kept += files.num_kept
