@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.memory_option import Memory
     from holdfast.checkpointer.restore_report import RestoreReport
+    from holdfast.copying import copy_run
     from holdfast.exporting import export
     from holdfast.frameworks.piecewise import Piecewise
     from holdfast.frameworks.registry import register_adapter
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from holdfast.policy.stop import StopAfter
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.publishing import transfer
-    from holdfast.reports import ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
+    from holdfast.reports import CopyReport, ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
     from holdfast.run.compaction import compact
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
@@ -66,6 +67,7 @@ _HOMES = {
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
+    "copy_run": "holdfast.copying",
     "export": "holdfast.exporting",
     "import_checkpoint": "holdfast.importing",
     "plan_load": "holdfast.loading.load_plan",
@@ -74,6 +76,7 @@ _HOMES = {
     "View": "holdfast.view",
     "LazyTensor": "holdfast.view",
     "SaveReport": "holdfast.reports",
+    "CopyReport": "holdfast.reports",
     "ExportReport": "holdfast.reports",
     "ImportReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
@@ -118,6 +121,7 @@ __all__ = [
     "Box",
     "Checkpointer",
     "ConfigurationError",
+    "CopyReport",
     "CorruptError",
     "DeadlineError",
     "EverySteps",
@@ -158,6 +162,7 @@ __all__ = [
     "TransferReport",
     "View",
     "compact",
+    "copy_run",
     "data",
     "dcp",
     "export",

@@ -215,6 +215,46 @@ class ImportReport:
         return printed("ImportReport", self.summary, self.path, *listed("finished earlier", self.kept))
 
 
+@dataclass(frozen=True, repr=False)
+class CopyReport:
+    """A copy of the run `source`, or of one checkpoint of it, into the run at `path`, whose head is now the one of
+    `step` at the place `head` ("" and None: it has none).
+
+    The others are places of `source`. `copied` came with this call, `present` were there before. Left out are
+    `vanished`, which were deleted from `source` before their turn, `removed`, which were removed at `path`, and
+    `damaged`. `num_kept` data files of those in `copied` had been written by an interrupted call;
+    ``written_nbytes`` counts the bytes of the others.
+    """
+
+    source: str
+    path: str
+    head: str
+    step: int | None
+    copied: tuple[str, ...]
+    present: tuple[str, ...]
+    vanished: tuple[str, ...]
+    removed: tuple[str, ...]
+    damaged: tuple[str, ...]
+    num_kept: int
+    written_nbytes: int
+    seconds: float
+
+    @property
+    def summary(self) -> str:
+        """One line about the copy: its source, number of checkpoints, size and duration."""
+        held = f"{count(len(self.copied), 'checkpoint')}, {size(self.written_nbytes)}"
+        return f"{self.source}: {held} in {self.seconds:.2f} s"
+
+    def __repr__(self) -> str:
+        lines = [
+            *listed("there before", self.present),
+            *listed("deleted from the source before their turn", self.vanished),
+            *listed("left out, because they were removed in the copy", self.removed),
+            *listed("left out, because they are damaged", self.damaged),
+        ]
+        return printed("CopyReport", self.summary, self.path, *lines)
+
+
 def origin(step: int, place: str) -> str:
     """Which checkpoint was read, for a report."""
     return "a foreign checkpoint" if not place else f"step {step} at {place}"

@@ -116,6 +116,7 @@ ALL = (
     *("dcp.async_save", "dcp.load", "dcp.save"),
     *(
         "ExportHub",
+        "copy_run",
         "export",
         "import_checkpoint",
         "inference.StoredWeights",

@@ -52,7 +52,7 @@ def test_a_copy_of_a_live_run_whose_head_came_too_late_says_how_to_copy(tmp_path
     shutil.copytree(run / "checkpoints", copy / "checkpoints")  # `cp -r` comes here first
     holdfast.save(run, tensors, 2)
     shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints"), dirs_exist_ok=True)
-    with pytest.raises(CorruptError, match="copy `history` first and `checkpoints` last") as caught:
+    with pytest.raises(CorruptError, match="use holdfast cp") as caught:
         holdfast.open(copy)
     assert is_damage(caught.value)
     with pytest.raises(CorruptError, match=r"Load '.*@1\.1' \(step 1\), load with fallback=True"):

@@ -16,7 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn, Protocol, runtime_checkable
 
-from holdfast.cli.commands import FAILURE, INTERRUPTED, USAGE, app
+from holdfast.cli.arguments import FAILURE, INTERRUPTED, USAGE
+from holdfast.cli.commands import app
 from holdfast.errors import ConfigurationError, HoldfastError, StorageError
 
 #: Errors of a write to standard output. (Errors of stores are `StorageError`s, and others name a file.)

@@ -7,29 +7,20 @@ from typing import Annotated
 
 import typer
 
-#: Exit codes: a finding (damage, a difference, a crash's leftover), wrong usage, a failure or refusal, a Ctrl-C.
-FINDING = 1
-USAGE = 2
-FAILURE = 3
-INTERRUPTED = 130
+from holdfast.cli.arguments import (
+    FAILURE,
+    FINDING,
+    PATH_HELP,
+    CheckpointsArgument,
+    JsonOption,
+    PathArgument,
+    RunArgument,
+    YesOption,
+)
+from holdfast.cli.copy_commands import compact, cp, export, import_checkpoint
 
 #: Limit for the ranks of a plan. No job has more, and a plan for so many takes minutes and much memory.
 _MAX_RANKS = 1 << 20
-
-_PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
-
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
-PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=_PATH_HELP)]
-CheckpointsArgument = Annotated[
-    list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document, for programs.")]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option("--workers", metavar="N", min=1, help="Processes that write; 1 is this one. Default: what pays."),
-]
-ReadBackOption = Annotated[bool, typer.Option("--read-back", help="Read each new file again, and compare its digest.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def _seconds(value: float) -> float:
@@ -130,7 +121,7 @@ def verify(
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help=_PATH_HELP)],
+    a: Annotated[str, typer.Argument(metavar="A", help=PATH_HELP)],
     b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare A with.")],
     *,
     stat: Annotated[bool, typer.Option("--stat", help="Print totals only, not each difference.")] = False,
@@ -196,47 +187,7 @@ def plan(
         raise typer.Exit(FINDING)
 
 
-@app.command()
-def export(
-    path: PathArgument,
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The new folder.")],
-    *,
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            help="hf: Hugging Face; peft: an adapter; dcp: PyTorch DCP; megatron: Megatron-core; deepspeed-universal.",
-        ),
-    ] = "hf",
-    select: Annotated[
-        list[str] | None,
-        typer.Option("--select", metavar="GLOB", help="Write only names that match; may be repeated."),
-    ] = None,
-    mapping: Annotated[str, typer.Option("--mapping", metavar="FILE", help="Rules of a mapping (TOML).")] = "",
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="DTYPE", help="Convert floating tensors, such as to bfloat16.")
-    ] = "",
-    shard_size: Annotated[
-        str, typer.Option("--shard-size", metavar="SIZE", help="Most bytes of tensors in one file.")
-    ] = "5GB",
-    config: Annotated[
-        str,
-        typer.Option("--config", metavar="FOLDER", help="With hf, peft: copy the configuration in this folder."),
-    ] = "",
-    adapter: Annotated[str, typer.Option("--adapter", metavar="NAME", help="With peft: the adapter to write.")] = "",
-    workers: WorkersOption = None,
-    read_back: ReadBackOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a checkpoint as other systems read it: Hugging Face, PEFT, DCP, DeepSpeed, Megatron.
-
-    Call it again to go on after a failure.
-    """
-    from holdfast.cli.export import ExportOptions, export
-
-    options = ExportOptions(to, tuple(select or ()), mapping, dtype, shard_size, config, adapter, workers, read_back)
-    export(path, dst, options, as_json=as_json)
+app.command()(export)
 
 
 @app.command()
@@ -414,27 +365,8 @@ def node(
         raise typer.Exit(FAILURE)
 
 
-@app.command(name="import")
-def import_checkpoint(
-    source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint of another system, such as a Hugging Face folder.")
-    ],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run.")],
-    *,
-    step: Annotated[
-        int,
-        typer.Option(
-            "--step", min=0, help="The last finished step, counted from 0; a job goes on with the one after it."
-        ),
-    ],
-    workers: WorkersOption = None,
-    read_back: ReadBackOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Bring a checkpoint of another system into a new run. Call it again to go on after a failure."""
-    from holdfast.cli.importing_command import import_checkpoint
-
-    import_checkpoint(source, run, step=step, as_json=as_json, workers=workers, read_back=read_back)
+app.command(name="import")(import_checkpoint)
+app.command()(cp)
 
 
 @app.command("request-save")
@@ -531,12 +463,7 @@ def unpin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
     unpin(paths, as_json=as_json)
 
 
-@app.command()
-def compact(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
-    """Make checkpoints self-contained: copy the files that they share with earlier ones. A run stands for its head."""
-    from holdfast.cli.compact import compact
-
-    compact(paths, as_json=as_json)
+app.command()(compact)
 
 
 @app.command()

@@ -20,21 +20,19 @@ from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import CorruptError
 from holdfast.format import container
 from holdfast.format import manifest as fmt
-from holdfast.format.container import TABLE_OFFSET, Entry, FileLayout, Files
+from holdfast.format.container import Entry, FileLayout, Files
 from holdfast.format.dtypes import CARRIERS
 from holdfast.format.records import FileSeal
 from holdfast.geometry import flat_boxes
 from holdfast.interop.stored_source import StoredSource, shared_store
 from holdfast.io.buffers import BufferPool, WindowPools, window_pools
 from holdfast.io.create_only import CreateOnlyWriter
-from holdfast.io.digest import table_nbytes
 from holdfast.io.reader import read_files
-from holdfast.io.reread import stored_digests
 from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
 from holdfast.phases import LOG
 from holdfast.plan.load import ReadRequest
-from holdfast.run.complete import StoredManifest, check_file
+from holdfast.run.complete import StoredManifest, check_data
 from holdfast.store.base import Bytes, Location, Store
 
 #: Bytes of the new file that are put together at once, by each of the writer's threads. All their parts are read
@@ -121,19 +119,11 @@ class DataFileTask:
 
     def _sound(self, storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal | None:
         """The seal of the file that is there; None where its bytes do not match its digests."""
-        key = stored.key(fmt.file_name(self.index))
         try:
-            seal = check_file(storage, stored, layout)
-            start, nbytes = layout.data_start, layout.data_nbytes
-            table, _ = stored_digests(storage, key, data_start=start, data_nbytes=nbytes)
-            head = storage.read(key, start=TABLE_OFFSET, nbytes=2 * table_nbytes(nbytes))
-            if container.parse_table(head) == table:
-                return seal
+            return check_data(storage, stored, layout)
         except CorruptError as error:
             LOG.warning("%s It is written again.", error.message)
             return None
-        LOG.warning("%s does not match its digests: it is written again", storage.path(key))
-        return None
 
     def _write(
         self,

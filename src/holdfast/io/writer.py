@@ -29,13 +29,15 @@ def write_file(
     pool: BufferPool,
     num_threads: int = NUM_THREADS,
     meter: Meter | None = None,
+    check: Callable[[bytes], None] = lambda _: None,
 ) -> bytes:
     """Write and publish one file, and return the digest table of its data section. Blocks until the file is durable.
 
     The data section is `sources`, packed one after another from `data_start` (a multiple of 4096). When it is
     written, `header` is called with its digest table and returns the first `data_start` bytes of the file; it may also
     be these bytes. Where `writer` writes in order, the head comes first: unless it is known, the sources are read
-    twice, and `StateError`, code ``state.changed``, is raised if they changed between.
+    twice, and `StateError`, code ``state.changed``, is raised if they changed between. `check` gets the digest table
+    before the file is published, and may raise, so that a file with other bytes than it expects never appears.
     On any error the writer is aborted and the first error raised. Takes one buffer per thread from `pool`. `meter`
     follows the number of chunks begun.
     """
@@ -43,7 +45,7 @@ def write_file(
         if data_start % ALIGNMENT:
             raise ValueError(f"data_start is {data_start}: it must be a multiple of {ALIGNMENT}")
         write = _write_in_order if writer.in_order else _write_head_last
-        return write(writer, sources, data_start, header, pool=pool, num_threads=num_threads, meter=meter)
+        return write(writer, sources, data_start, header, pool=pool, num_threads=num_threads, meter=meter, check=check)
     except BaseException:
         writer.abort()
         raise
@@ -58,6 +60,7 @@ def _write_head_last(
     pool: BufferPool,
     num_threads: int,
     meter: Meter | None,
+    check: Callable[[bytes], None],
 ) -> bytes:
     data = JoinedSources(sources)
     chunks = BufferedChunks(data.nbytes, pool, num_threads)
@@ -75,6 +78,7 @@ def _write_head_last(
         meter.follow(data.nbytes, lambda: chunks.nbytes_begun)
     chunks.run(write)
     table = b"".join(digests)
+    check(table)
     _write_header(writer, header if isinstance(header, bytes) else header(table), data_start, pool)
     writer.publish(data_start + data.nbytes)
     return table
@@ -89,6 +93,7 @@ def _write_in_order(
     pool: BufferPool,
     num_threads: int,
     meter: Meter | None,
+    check: Callable[[bytes], None],
 ) -> bytes:
     data = OrderedData(sources, pool, num_threads)
     expected = None
@@ -97,6 +102,7 @@ def _write_in_order(
         header = header(expected)
     _write_header(writer, header, data_start, pool)
     table = data.write(writer, data_start, expected, meter)
+    check(table)
     writer.publish(data_start + data.nbytes)
     return table
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
+from holdfast.checkpoint.file_copy import write_copy
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_file
 from holdfast.errors import CorruptError
-from holdfast.format import container
 from holdfast.format.records import Commit
 from holdfast.io.buffers import writing_pool
-from holdfast.io.jobs import DataFile
-from holdfast.io.writer import write_file
 from holdfast.run.by_path import checkpoint_at
 from holdfast.run.history import Run
 from holdfast.run.references import delete_references_of
-from holdfast.store.base import Bytes, Location
+from holdfast.store.base import Location
 
 
 def compact(path: str | os.PathLike[str] | Location) -> int:
@@ -57,46 +54,9 @@ def compact_checkpoint(run: Run, commit: Commit, *, told: Callable[[int], None] 
     return copied
 
 
-class _StoredData(NamedTuple):
-    """The data section of a stored file, as a source for another file."""
-
-    file: DataFile
-
-    @property
-    def nbytes(self) -> int:
-        """As `Source.nbytes`."""
-        return self.file.data_nbytes
-
-    def read_into(self, start: int, out: Bytes) -> None:
-        """As `Source.read_into`."""
-        self.file.reader.read_at(self.file.data_start + start, out)
-
-
 def _copy(checkpoint: Checkpoint, index: int) -> None:
-    """Copy a data file that an earlier checkpoint has into the checkpoint's own folder, with a header of its own. The
-    copy appears only if all that was read matches its digests."""
-    layout, seal = checkpoint.files.layout(index), checkpoint.seal.files[index]
-    file = checkpoint.open_file(index, data_start=layout.data_start, data_nbytes=layout.data_nbytes)
-
-    def header(table: bytes) -> bytes:
-        if table != file.table:
-            raise CorruptError(
-                f"{file.path} is damaged: its data does not match its digests.",
-                code="corrupt.file",
-                action="Restore this file from another copy of the run. `holdfast verify --deep` says what is damaged.",
-                path=file.path,
-            )
-        return container.header(checkpoint.manifest, layout, table)
-
-    try:
-        writer = checkpoint.storage.writer(checkpoint.sealed.key(seal.name), nbytes=seal.nbytes)
-        with writing_pool(writer) as pool:
-            write_file(
-                writer,
-                [_StoredData(file)],
-                data_start=layout.data_start,
-                header=header,
-                pool=pool,
-            )
-    finally:
-        file.reader.close()
+    """Copy a data file that an earlier checkpoint has into the checkpoint's own folder."""
+    seal = checkpoint.seal.files[index]
+    writer = checkpoint.storage.writer(checkpoint.sealed.key(seal.name), nbytes=seal.nbytes)
+    with writing_pool(writer) as pool:
+        write_copy(checkpoint, checkpoint.files.layout(index), writer, pool=pool)

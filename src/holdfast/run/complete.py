@@ -27,6 +27,7 @@ from holdfast.format.records import Commit, Diverged, FileSeal, Place, Seal, Sea
 from holdfast.format.reference_records import ReferenceName
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
+from holdfast.io.reread import stored_digests
 from holdfast.run.history import Run
 from holdfast.run.paths import some
 from holdfast.store.base import Store
@@ -133,7 +134,7 @@ def check_present(checkpoint: Checkpoint) -> None:
             f"the checkpoint in '{checkpoint.folder}' is incomplete. Missing, or of the wrong size: {some(bad)}.",
             code="corrupt.incomplete",
             action="Restore the files from another copy of the run, or load an older checkpoint. To copy a run that is "
-            "being saved into, copy `history` first and `checkpoints` last.",
+            "being saved into, use holdfast cp.",
             path=checkpoint.path(bad[0]),
             step=checkpoint.seal.step,
         )
@@ -305,6 +306,16 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
     if checkpoint_id != stored.manifest.body.checkpoint_id and not sealed.is_referenced:
         raise _unsound(path, "its digests are not those that this checkpoint refers to", stored)
     return sealed
+
+
+def check_data(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
+    """As `check_file`, but compares all data, too, with the digests in the file. Reads the file once."""
+    seal = check_file(storage, stored, layout)
+    key, nbytes = stored.key(seal.name), layout.data_nbytes
+    table, _ = stored_digests(storage, key, data_start=layout.data_start, data_nbytes=nbytes)
+    if xxhash.xxh3_128_hexdigest(table) != seal.digest:
+        raise _unsound(storage.path(key), "its data does not match its digests", stored)
+    return seal
 
 
 def _missing(folder: str, names: list[str]) -> NotFoundError:

@@ -192,7 +192,7 @@ class Run:
         before = None if start is None else Place(epoch, start.seq + 1)
         while True:
             yield from history.places_of(epoch, before=before)
-            origin = self._needed_epoch(epoch).opened_from
+            origin = self.needed_epoch(epoch).opened_from
             if origin is None:
                 return
             # A place may be removed at the moment when an epoch is opened from it. The places before it stay.
@@ -358,7 +358,7 @@ class Run:
                     path=self.storage.path(records.HISTORY),
                 )
 
-    def _needed_epoch(self, number: int) -> Epoch:
+    def needed_epoch(self, number: int) -> Epoch:
         """The record of an epoch on a lineage. Raises `CorruptError` where it is missing."""
         try:
             return self.epoch(number)
@@ -550,7 +550,7 @@ def _bad_seal(path: str, commit: Commit, what: str) -> CorruptError:
         f"checkpoint {commit.place} was committed, but '{path}' {what}.",
         code="corrupt.seal",
         action="Load an older checkpoint, or restore this one from another copy. To copy a run that is being saved "
-        "into, copy `history` first and `checkpoints` last.",
+        "into, use holdfast cp.",
         path=path,
         step=commit.step,
     )

@@ -72,10 +72,13 @@ _ENDING: Final[set[Thread]] = set()
 def leased(located: Located) -> ReadLease | None:
     """A lease on the checkpoint that was found; None where nobody deletes checkpoints of its run by a policy."""
     run, commit = located.run, located.sealed.commit
-    if run is None or commit is None:
-        return None
+    return None if run is None or commit is None else lease_on(run.storage, commit.place)
+
+
+def lease_on(storage: Store, place: Place) -> ReadLease | None:
+    """A lease on the checkpoint at `place` of the run in `storage`, as `leased` gives one."""
     try:
-        return ReadLease(untimed(run.storage), commit.place) if lease_is_wanted(run.storage) else None
+        return ReadLease(untimed(storage), place) if lease_is_wanted(storage) else None
     except HoldfastError:
         return None
 

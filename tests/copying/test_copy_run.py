@@ -1,0 +1,385 @@
+"""`copy_run` and ``holdfast cp``: what a copy has, what it refuses, and what it does about damage and deletions."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.copying.run_copy import CopyOutcome, RunCopy
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
+from holdfast.format.records import Place
+from holdfast.run.history import Run
+from holdfast.run.holds import Holds
+from holdfast.run.leases import want_leases
+from holdfast.run.quarantine import quarantine
+from holdfast.run.removal import abandon
+from holdfast.store.base import Location
+from holdfast.store.only_writer import only_writer
+from holdfast.store.urls import open_store
+from tests.store.test_posix_storage import mounted
+from tests.support.checkpoints import begin, check, save, write_data
+from tests.support.checkpoints import publish_manifest as begin_save
+from tests.support.command_line import damage, folder_of, holdfast_command
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Run:
+    """A run with the steps 10, 20, 30, each in two files."""
+    run = Run.create(open_store(Location(str(tmp_path / "source"))))
+    begin(run)
+    for seq in (1, 2, 3):
+        save(run, Place(1, seq), 10 * seq)
+    return run
+
+
+@pytest.fixture
+def src(source: Run) -> Path:
+    return Path(source.storage.location.url)
+
+
+@pytest.fixture
+def dst(tmp_path: Path) -> Path:
+    return tmp_path / "copies" / "run"
+
+
+def opened(path: Path) -> Run:
+    return Run.open(open_store(Location(str(path))))
+
+
+def steps(path: Path) -> list[int]:
+    return [each.step for each in holdfast.ls(path)]
+
+
+def check_all(path: Path) -> None:
+    """Every checkpoint of the run is whole."""
+    for place in opened(path).places():
+        check(opened(path), opened(path).commit(place))
+
+
+def copy_with(
+    source: Run, target: Path, during: Callable[[str], None], *, skip_damaged: bool = False, only: Place | None = None
+) -> CopyOutcome:
+    """Copy, and call `during` with the text of the progress when the data of a checkpoint is about to be copied."""
+
+    @contextmanager
+    def shown(text: str, _: int) -> Iterator[Callable[[int], None]]:
+        during(text)
+        yield lambda _: None
+
+    storage = open_store(Location(str(target)))
+    return RunCopy(source, storage, only=only, read_back=False, skip_damaged=skip_damaged, shown=shown).run()
+
+
+def test_a_copy_is_the_same_run_file_by_file(source: Run, src: Path, dst: Path) -> None:
+    report = holdfast.copy_run(src, dst)
+    subprocess.run(["diff", "-r", src, dst], check=True)
+    assert (report.copied, report.present, report.head, report.step) == (("1.1", "1.2", "1.3"), (), "1.3", 30)
+    assert opened(dst).run_id == source.run_id
+
+
+def test_the_next_copy_brings_what_is_new(source: Run, src: Path, dst: Path) -> None:
+    holdfast.copy_run(src, dst)
+    save(source, Place(1, 4), 40)
+    report = holdfast.copy_run(src, dst)
+    assert (report.copied, report.present) == (("1.4",), ("1.1", "1.2", "1.3"))
+    subprocess.run(["diff", "-r", src, dst], check=True)
+    assert holdfast.copy_run(src, dst).copied == ()
+
+
+def test_one_checkpoint_makes_a_run(src: Path, dst: Path) -> None:
+    report = holdfast.copy_run(f"{src}@step=20", dst)
+    assert (report.copied, report.head) == (("1.2",), "1.2")
+    assert steps(dst) == [20]
+    holdfast.copy_run(f"{src}@1.1", dst)
+    assert steps(dst) == [20, 10]
+    check_all(dst)
+    assert holdfast_command("doctor", dst).status == 0
+
+
+def test_a_copy_leaves_out_what_belongs_to_the_work_on_the_source(source: Run, src: Path, dst: Path) -> None:
+    write_data(source, begin_save(source, Place(1, 4), 40), 1)
+    quarantine(source, Place(1, 1), "it was damaged")
+    want_leases(source.storage)
+    holdfast.request_save(src)
+    holdfast.pin(f"{src}@1.2")
+    holdfast.copy_run(src, dst)
+    assert sorted(path.name for path in dst.iterdir()) == ["checkpoints", "epochs", "history", "holdfast.json", "pins"]
+    assert len([*(dst / "checkpoints").iterdir()]) == 3
+    assert [each.place for each in holdfast.ls(dst) if each.pinned] == ["1.2"]
+    assert len([*(dst / "pins").iterdir()]) == 1
+    holdfast.unpin(f"{dst}@1.2")
+    holdfast.copy_run(src, dst)
+    assert not any(each.pinned for each in holdfast.ls(dst))
+
+
+def test_files_that_a_killed_copy_wrote_are_kept_and_others_written_again(source: Run, src: Path, dst: Path) -> None:
+    holdfast.copy_run(src, dst)
+    folder = folder_of(dst, 30)
+    (dst / "history" / "9999999998-9999999996.json").unlink()
+    (folder / "seal.json").unlink()
+    with (folder / "data-00001.safetensors").open("ab") as file:
+        file.write(b"more")
+    report = holdfast.copy_run(src, dst)
+    assert (report.copied, report.num_kept) == (("1.3",), 1)
+    subprocess.run(["diff", "-r", src, dst], check=True)
+
+
+def test_with_read_back_a_kept_file_is_compared_byte_by_byte(src: Path, dst: Path) -> None:
+    holdfast.copy_run(src, dst)
+    damage(folder_of(dst, 30) / "data-00001.safetensors", 0.999)
+    assert holdfast.copy_run(f"{src}@step=30", dst).num_kept == 2
+    assert holdfast.copy_run(f"{src}@step=30", dst, read_back=True).num_kept == 1
+    check_all(dst)
+
+
+def test_a_checkpoint_that_lost_files_is_completed_from_another_copy(src: Path, dst: Path) -> None:
+    holdfast.copy_run(src, dst)
+    (folder_of(src, 20) / "data-00000.safetensors").unlink()
+    for name in ("manifest.hfm", "seal.json"):
+        (folder_of(src, 20) / name).write_bytes(b"damaged")
+    report = holdfast.copy_run(f"{dst}@step=20", src)
+    assert (report.copied, report.present, report.num_kept) == ((), ("1.2",), 1)
+    check_all(src)
+    subprocess.run(["diff", "-r", src, dst], check=True)
+
+
+def test_a_partial_copy_that_was_given_up_is_left_out(source: Run, src: Path, dst: Path) -> None:
+    holdfast.copy_run(f"{src}@1.1", dst)
+    folder = folder_of(src, 20).name
+    (dst / "checkpoints" / folder).mkdir()
+    (dst / "checkpoints" / folder / "manifest.hfm").write_bytes(
+        (src / "checkpoints" / folder / "manifest.hfm").read_bytes()
+    )
+    abandon(opened(dst), folder)  # as holdfast doctor --remove does
+    report = holdfast.copy_run(src, dst)
+    assert (report.copied, report.removed) == (("1.3",), ("1.2",))
+    with pytest.raises(ConfigurationError, match="given up"):
+        holdfast.copy_run(f"{src}@1.2", dst)
+    begin(source, opened_from=Place(1, 2))
+    save(source, Place(2, 1), 40)
+    holdfast.copy_run(src, dst)
+    assert steps(dst)[:2] == [40, 10]
+
+
+class TestRefused:
+    def test_the_run_itself_and_a_folder_in_it(self, src: Path, tmp_path: Path) -> None:
+        (tmp_path / "link").symlink_to(src)
+        for target in (src, tmp_path / "link", src / "copy"):
+            with pytest.raises(ConfigurationError) as error:
+                holdfast.copy_run(src, target)
+            assert error.value.code == "config.destination"
+        assert not (src / "copy").exists()
+
+    def test_a_folder_with_other_files(self, src: Path, dst: Path) -> None:
+        dst.mkdir(parents=True)
+        (dst / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigurationError) as error:
+            holdfast.copy_run(src, dst)
+        assert error.value.code == "config.not_a_run"
+
+    def test_another_run(self, src: Path, dst: Path) -> None:
+        Run.create(open_store(Location(str(dst))))
+        with pytest.raises(ConfigurationError) as error:
+            holdfast.copy_run(src, dst)
+        assert error.value.code == "config.other_run"
+
+    def test_a_copy_that_a_job_has_saved_into(self, source: Run, src: Path, dst: Path) -> None:
+        holdfast.copy_run(src, dst)
+        begin(opened(dst), opened_from=Place(1, 3))
+        save(source, Place(1, 4), 40)
+        for _ in range(2):  # whether or not the source has opened an epoch of that number, too
+            with pytest.raises(ConfigurationError) as error:
+                holdfast.copy_run(src, dst)
+            assert error.value.code == "config.diverged"
+            begin(source, opened_from=Place(1, 3))
+        assert steps(dst) == [30, 20, 10]
+        # One checkpoint of an epoch that both have lands at its place, and moves no head.
+        holdfast.copy_run(f"{src}@1.4", dst)
+        assert opened(dst).head_place() == Place(1, 3)
+        save(source, Place(2, 1), 50)
+        with pytest.raises(ConfigurationError):
+            holdfast.copy_run(f"{src}@2.1", dst)
+
+    def test_a_run_that_has_more_than_the_source(self, source: Run, src: Path, dst: Path) -> None:
+        holdfast.copy_run(src, dst)
+        save(source, Place(1, 4), 40)
+        with pytest.raises(ConfigurationError) as error:
+            holdfast.copy_run(dst, src)
+        assert error.value.code == "config.diverged"
+        assert "1.4" in error.value.message
+
+    def test_a_copy_that_another_call_writes_to(self, src: Path, dst: Path) -> None:
+        dst.mkdir(parents=True)
+        with only_writer(dst, "copies into"), pytest.raises(ConfigurationError) as error:
+            holdfast.copy_run(src, dst)
+        assert error.value.code == "config.destination"
+
+    def test_a_checkpoint_that_was_removed_there(self, src: Path, dst: Path) -> None:
+        holdfast.copy_run(src, dst)
+        holdfast.remove(f"{dst}@1.2")
+        with pytest.raises(ConfigurationError, match="was removed there"):
+            holdfast.copy_run(f"{src}@1.2", dst)
+
+    def test_a_run_without_checkpoints_and_one_that_is_not_there(self, tmp_path: Path, dst: Path) -> None:
+        Run.create(open_store(Location(str(tmp_path / "empty"))))
+        for src, code in (("empty", "not_found.head"), ("nothing", "not_found.run")):
+            with pytest.raises(NotFoundError) as error:
+                holdfast.copy_run(tmp_path / src, dst)
+            assert error.value.code == code
+        assert not dst.exists()
+
+    def test_a_checkpoint_folder_and_a_selector_as_the_target(self, src: Path, dst: Path) -> None:
+        for names in ((folder_of(src, 10), dst), (src, f"{dst}@step=3")):
+            with pytest.raises(ConfigurationError) as error:
+                holdfast.copy_run(*names)
+            assert error.value.code == "config.path"
+
+
+class TestDamage:
+    def test_a_damaged_block_never_appears_in_the_copy(self, src: Path, dst: Path) -> None:
+        damage(folder_of(src, 20) / "data-00001.safetensors", 0.999)
+        with pytest.raises(CorruptError, match=r"checkpoint 1\.2 .* block 0") as error:
+            holdfast.copy_run(src, dst)
+        assert error.value.code == "corrupt.file"
+        assert steps(dst) == [10]
+        assert not (folder_of(dst, 20) / "data-00001.safetensors").exists()
+
+    @pytest.mark.parametrize("name", ["data-00001.safetensors", "seal.json", "manifest.hfm"])
+    def test_the_others_are_copied_on_request(self, src: Path, dst: Path, name: str) -> None:
+        (folder_of(src, 20) / name).unlink()
+        done = holdfast_command("cp", src, dst, "--skip-damaged", "--json")
+        assert done.status == 1
+        assert (done.json["damaged"], done.json["head"]) == (["1.2"], "1.3")
+        assert steps(dst) == [30, 10]
+        assert len([*(dst / "checkpoints").iterdir()]) == 2
+        check_all(dst)
+
+    def test_the_copy_of_a_file_with_a_damaged_header_has_the_right_one(self, src: Path, dst: Path) -> None:
+        file = folder_of(src, 20) / "data-00001.safetensors"
+        data = bytearray(file.read_bytes())
+        data[4090] ^= 1
+        file.write_bytes(data)
+        holdfast.copy_run(src, dst)
+        assert holdfast_command("verify", "--all", "--deep", dst).status == 0
+
+    def test_a_lost_epoch_record_of_the_source_is_said(self, source: Run, src: Path, dst: Path) -> None:
+        begin(source, opened_from=Place(1, 3))
+        save(source, Place(2, 1), 40)
+        (src / "epochs" / "9999999998.json").unlink()
+        with pytest.raises(CorruptError) as error:
+            holdfast.copy_run(src, dst)
+        assert error.value.code == "corrupt.history"
+
+
+class TestBesideDeletions:
+    def test_what_is_copied_and_the_head_are_leased(self, source: Run, src: Path, dst: Path) -> None:
+        want_leases(source.storage)
+        refused: list[str] = []
+
+        def during(text: str) -> None:
+            if "1.1" in text:
+                save(source, Place(1, 4), 40)  # so that 1.3 is not the head any more
+                for place in ("1.1", "1.3"):
+                    _until_leased(source, Place.parse(place))
+                    with pytest.raises(ConfigurationError) as error:
+                        holdfast.remove(f"{src}@{place}")
+                    refused.append(error.value.code)
+                holdfast.remove(f"{src}@1.2")
+
+        outcome = copy_with(source, dst, during)
+        assert refused == ["config.in_use"] * 2
+        assert (outcome.copied, outcome.vanished) == ([Place(1, 1), Place(1, 3)], [Place(1, 2)])
+        assert steps(dst) == [30, 10]
+
+    def test_a_checkpoint_that_is_deleted_while_it_is_copied_leaves_nothing(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        def during(text: str) -> None:
+            if "1.2" in text:
+                holdfast.remove(f"{src}@1.2")
+
+        assert copy_with(source, dst, during).vanished == [Place(1, 2)]
+        assert steps(dst) == [30, 10]
+        assert len([*(dst / "checkpoints").iterdir()]) == 2
+
+    def test_an_origin_that_vanished_leaves_a_lineage_without_a_gap(self, source: Run, src: Path, dst: Path) -> None:
+        begin(source, opened_from=Place(1, 3))
+        save(source, Place(2, 1), 40)
+
+        def during(text: str) -> None:
+            if "1.3" in text:
+                holdfast.remove(f"{src}@1.3")
+
+        copy_with(source, dst, during)
+        assert steps(dst) == [40, 20, 10]
+        assert holdfast_command("doctor", dst).status == 0
+
+    def test_what_is_committed_meanwhile_comes_with_the_next_copy(self, source: Run, src: Path, dst: Path) -> None:
+        def during(text: str) -> None:
+            if "1.1" in text:
+                begin(source, opened_from=Place(1, 3))
+                save(source, Place(2, 1), 40)
+
+        copy_with(source, dst, during)
+        assert steps(dst) == [30, 20, 10]
+        holdfast.copy_run(src, dst)
+        assert steps(dst) == [40, 30, 20, 10]
+
+    def test_a_job_that_opens_an_epoch_in_the_copy_at_the_same_moment_keeps_it(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        holdfast.copy_run(src, dst)
+        save(source, Place(1, 4), 40)
+        begin(source, opened_from=Place(1, 4))
+
+        def during(_: str) -> None:
+            begin(opened(dst), opened_from=Place(1, 3))
+
+        with pytest.raises(ConfigurationError) as error:
+            copy_with(source, dst, during)
+        assert error.value.code == "config.diverged"
+        assert opened(dst).head_place() == Place(1, 3)
+
+
+def _until_leased(run: Run, place: Place) -> None:
+    end_s = time.monotonic() + 30
+    while not any(lease.place == place for lease in Holds.of(run.storage).leases):
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+class TestCommand:
+    def test_it_says_what_it_did_and_logs_get_no_bar(self, src: Path, dst: Path) -> None:
+        done = holdfast_command("cp", src, dst)
+        assert done.status == 0
+        assert done.lines[0].startswith("copied 3 checkpoints, ")
+        assert done.lines[1] == f"{dst}: its head is step 30 at 1.3"
+        assert done.err == ""
+
+    def test_the_document_has_the_report(self, src: Path, dst: Path) -> None:
+        document = holdfast_command("cp", f"{src}@step=10", dst, "--json").json
+        assert (document["copied"], document["head"], document["step"]) == (["1.1"], "1.1", 10)
+
+    def test_wrong_use_and_failures_have_their_exit_codes(self, src: Path, dst: Path) -> None:
+        assert holdfast_command("cp", src, src).status == 2
+        damage(folder_of(src, 20) / "data-00001.safetensors", 0.999)
+        assert holdfast_command("cp", src, dst).status == 3
+
+
+def test_a_full_disk_stops_the_copy_and_the_next_call_goes_on(src: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "tmpfs", "size=100k") as disk:
+        with pytest.raises(StorageError) as error:
+            holdfast.copy_run(src, disk / "run")
+        assert error.value.code == "storage.full"
+        check_all(disk / "run")
+        held = steps(disk / "run")
+        assert 0 < len(held) < 3
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        assert len(holdfast.copy_run(src, disk / "run").copied) == 3 - len(held)
+        check_all(disk / "run")
