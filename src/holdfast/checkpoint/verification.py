@@ -13,7 +13,7 @@ from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format import container, records
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.io.buffers import BufferPool, pipeline_pool
-from holdfast.io.digest import DIGEST_NBYTES, digest_blocks
+from holdfast.io.digest import bad_blocks
 from holdfast.io.jobs import DataFile, Extent, ReadJob
 from holdfast.io.reader import read_files
 from holdfast.store.base import Bytes
@@ -89,13 +89,7 @@ def _bad_blocks(
     def take(_: int, offset: int, data: Bytes) -> None:
         # Requests for one extent begin at multiples of the buffer's size, so they hold whole blocks.
         assert offset % BLOCK_NBYTES == 0
-        digests, first = digest_blocks(data), offset // BLOCK_NBYTES
-        expected = table[first * DIGEST_NBYTES :][: len(digests)]
-        bad.extend(
-            first + at // DIGEST_NBYTES
-            for at in range(0, len(digests), DIGEST_NBYTES)
-            if digests[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES]
-        )
+        bad.extend(bad_blocks(data, table, first=offset // BLOCK_NBYTES, kind=file.digests))
         progress(len(data))
 
     # Passed on without its table: the reader would stop at the first bad block, and we want all of them.

@@ -254,7 +254,7 @@ class Files:
         data_nbytes = nbytes @ numels + capacities[files]
         header = bounds @ counts[:, files] + of_values[files]
         header += 8 + 1 + np.asarray([len(_metadata(_ANY_ID, int(file), "")) for file in files], np.int64)
-        header += 32 * -(-data_nbytes // BLOCK_NBYTES)
+        header += 2 * self.manifest.digests.nbytes * -(-data_nbytes // BLOCK_NBYTES)
         return FileColumns(files, self._offsets(numels, positions), -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
 
     def _offsets(self, numels: Int64s, positions: Int64s | None) -> Int64s:
@@ -340,7 +340,7 @@ def parse_table(text: bytes) -> bytes:
 
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
-    assert len(table) == 16 * num_blocks(layout.data_nbytes)
+    assert len(table) == manifest.digests.nbytes * num_blocks(layout.data_nbytes)
     metadata = _metadata(manifest.body.checkpoint_id, layout.index, table.hex())
     text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8

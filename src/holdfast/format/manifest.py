@@ -23,9 +23,11 @@ import xxhash
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import sequences
+from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds
 from holdfast.geometry import Int64s, Shape
+from holdfast.signing import SIGNED
 from holdfast.wording import count
 
 NAME = "manifest.hfm"
@@ -50,7 +52,7 @@ _FREE_NUMBERS = 1 << 18
 _NUMBERS_PER_CELL = 64
 #: The feature of checkpoints whose small tensors lie together in a data file, behind the others of their element size.
 SMALL_LAST: Final = "small-last"
-KNOWN_FEATURES: Final = frozenset({SMALL_LAST})
+KNOWN_FEATURES: Final = frozenset({SMALL_LAST, SIGNED})
 
 
 class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):
@@ -187,6 +189,11 @@ class DecodedTable:
     def shape(self, tensor: int) -> Shape:
         """Global shape of tensor number `tensor`."""
         return self.body.shape_table[self.body.shapes[tensor]]
+
+    @property
+    def digests(self) -> DigestKind:
+        """The kind of the digests of data files that are written by this table."""
+        return digests_of(self.body.reader_features)
 
 
 class DecodedManifest(DecodedTable):

@@ -13,8 +13,6 @@ from itertools import accumulate
 from threading import Lock
 from typing import Final
 
-import xxhash
-
 from holdfast.checkpoint.delivery import ArrayTargets
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import CorruptError
@@ -124,9 +122,9 @@ class DataFileTask:
         key = stored.key(fmt.file_name(self.index))
         try:
             seal = check_file(storage, stored, layout)
-            start, nbytes = layout.data_start, layout.data_nbytes
-            table, _ = stored_digests(storage, key, data_start=start, data_nbytes=nbytes)
-            head = storage.read(key, start=TABLE_OFFSET, nbytes=2 * table_nbytes(nbytes))
+            start, nbytes, kind = layout.data_start, layout.data_nbytes, stored.manifest.digests
+            table, _ = stored_digests(storage, key, data_start=start, data_nbytes=nbytes, kind=kind)
+            head = storage.read(key, start=TABLE_OFFSET, nbytes=2 * table_nbytes(nbytes, kind))
             if container.parse_table(head) == table:
                 return seal
         except CorruptError as error:
@@ -164,8 +162,9 @@ class DataFileTask:
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
             pool=pools.windows,
+            kind=stored.manifest.digests,
         )
-        return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
+        return FileSeal(name, layout.nbytes, stored.manifest.digests.hex(table)), writer.existed
 
 
 def _after(nbytes: int, advance: Callable[[int], None]) -> Callable[[int], None]:

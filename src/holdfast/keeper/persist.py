@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import xxhash
 
 from holdfast.errors import CorruptError, StorageError
 from holdfast.format import container, records
@@ -47,10 +46,10 @@ class Sealing:
         layout = self._files.layout(contents.file)
         start, stop = layout.data_start, layout.data_start + layout.data_nbytes
         assert (contents.data_start, contents.nbytes) == (start, stop), "the slot was filled by another manifest"
-        table = digest_blocks(slot.data[start:stop])
+        table = digest_blocks(slot.data[start:stop], self.stored.manifest.digests)
         slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
         state = SlotState.HELD if contents.memory_only else SlotState.SEALED
-        slot.advance(SlotRecord(state, contents, xxhash.xxh3_128_hexdigest(table)))
+        slot.advance(SlotRecord(state, contents, self.stored.manifest.digests.hex(table)))
 
     def promote(self, slot: Slot) -> None:
         """Make a HELD slot SEALED, unless a trainer has taken it. Its bytes may have lain in memory for hours, so this
@@ -69,8 +68,9 @@ class Sealing:
         """Hash the bytes of a hashed slot again. Raises `CorruptError` if they have changed."""
         contents, digest = slot.record.contents, slot.record.digest
         assert contents is not None
-        table = digest_blocks(slot.data[contents.data_start : contents.nbytes])
-        if xxhash.xxh3_128_hexdigest(table) != digest:
+        kind = self.stored.manifest.digests
+        table = digest_blocks(slot.data[contents.data_start : contents.nbytes], kind)
+        if kind.hex(table) != digest:
             what = "has changed in the memory of this node since it was saved there"
             raise _lost(slot, contents, what, "Check the memory of this machine.")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -36,6 +36,9 @@ class Writing:
         self._slots: dict[str, Slot] = {}
         #: By slot name, the seal's entry for the slot's file; None where storage had the file already.
         self._files: dict[str, Future[FileSeal | None]] = {}
+        #: Of a signed checkpoint, the entries for all slots, by slot name: whoever may write to storage could have made
+        #: a file that was there already, so its own header must not say what is signed.
+        self._signed: dict[str, FileSeal] = {}
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -108,12 +111,16 @@ class Writing:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
         # up and refilled.
         written = [seal for file in self._files.values() if (seal := file.result()) is not None]
-        return commit(self._run.result(), self.sealing, written) is not None
+        return commit(self._run.result(), self.sealing, [*written, *self._signed.values()]) is not None
 
     def _persist(self, slot: Slot, sealed: Future[None] | None) -> FileSeal | None:
         self._run.result()
-        await_seal = (lambda: None) if sealed is None else sealed.result
-        return file_seal(slot) if persist(self._storage, self.sealing, slot, await_seal=await_seal) else None
+        await_seal: Callable[[], None] = (lambda: None) if sealed is None else sealed.result
+        is_new = persist(self._storage, self.sealing, slot, await_seal=await_seal)
+        if self.sealing.stored.is_signed:
+            await_seal()
+            self._signed[slot.name] = file_seal(slot)
+        return file_seal(slot) if is_new else None
 
 
 def _replaced(run: Run) -> FencedError:

@@ -120,8 +120,8 @@ class ManifestTemplate:
     blobs: Sequence[bytes]
 
     @staticmethod
-    def of(plan: SavePlan, values: Sequence[RankValues]) -> ManifestTemplate:
-        """The template for `plan`, with space for `values`."""
+    def of(plan: SavePlan, values: Sequence[RankValues], features: Sequence[str] = ()) -> ManifestTemplate:
+        """The template for `plan`, with space for `values`; `features` are further reader features that it needs."""
         tensors = plan.tensors.values()
         ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
         table = _PartitionTable(ranks, max(plan.ranks) + 1)
@@ -131,7 +131,7 @@ class ManifestTemplate:
         shapes: dict[Shape, int] = {}
         state = fmt.StateTable(
             world_size=len(plan.ranks),
-            reader_features=(fmt.SMALL_LAST,),
+            reader_features=(fmt.SMALL_LAST, *features),
             names=tuple(plan.tensors),
             dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
             dtype_table=tuple(dtypes),

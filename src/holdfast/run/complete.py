@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import xxhash
 
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -27,6 +26,7 @@ from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
 from holdfast.run.history import Run
 from holdfast.run.paths import some
+from holdfast.signing import SIGNED
 from holdfast.store.base import Store
 
 
@@ -37,6 +37,16 @@ class StoredManifest:
     folder: str
     data: bytes
     manifest: DecodedManifest
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the checkpoint is signed."""
+        return SIGNED in self.manifest.body.reader_features
+
+    @property
+    def record_features(self) -> tuple[str, ...]:
+        """The reader features of the seal and the commit of the checkpoint."""
+        return (SIGNED,) if self.is_signed else ()
 
     def key(self, name: str) -> str:
         """The key of file `name` of the checkpoint."""
@@ -163,7 +173,9 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
     key = stored.key(records.SEAL_NAME)
     # A process that finishes the checkpoint and one that gives it up both create the seal's name: only one succeeds.
     if not run.storage.create(key, seal) and (found := run.storage.read(key)) != seal:
-        raise _other_seal(run.storage.path(key), stored, found)
+        if not records.is_same(found, seal, Seal, path=run.storage.path(key)):
+            raise _other_seal(run.storage.path(key), stored, found)
+        seal = found  # another process has signed the same seal with another key
     # Seal before the check: where the folder was removed meanwhile, creating the seal has made the folder anew.
     _check_visible(run, stored)
     commit = Commit(
@@ -171,11 +183,12 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
         step=body.step,
         checkpoint=stored.folder,
         checkpoint_id=body.checkpoint_id,
-        seal=SealDigest(len(seal), records.digest(seal)),
+        seal=SealDigest(len(seal), stored.manifest.digests.hex(seal)),
         nbytes=sum(file.nbytes for file in files),
         created=body.created,
         metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
         diverged=Diverged.of(body.diverged),
+        reader_features=stored.record_features,
     )
     run.publish(commit)
     return commit
@@ -235,8 +248,9 @@ def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
         checkpoint_id=body.checkpoint_id,
         place=stored.manifest.place,
         step=body.step,
-        manifest=FileSeal(fmt.NAME, len(stored.data), records.digest(stored.data)),
+        manifest=FileSeal(fmt.NAME, len(stored.data), stored.manifest.digests.hex(stored.data)),
         files=tuple(files),
+        reader_features=stored.record_features,
     )
 
 
@@ -258,10 +272,12 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
         reader.close()
     found = header.tobytes()
     # The header must be the one that the manifest gives for the table: that binds the table to this file.
-    table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
-    if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
+    kind = stored.manifest.digests
+    size = table_nbytes(layout.data_nbytes, kind)
+    table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * size])
+    if len(table) != size or found != container.header(stored.manifest, layout, table):
         raise _unsound(path, "its header is not the one that the manifest requires", stored)
-    return FileSeal(name, nbytes, xxhash.xxh3_128_hexdigest(table))
+    return FileSeal(name, nbytes, kind.hex(table))
 
 
 def _missing(folder: str, names: list[str]) -> NotFoundError:

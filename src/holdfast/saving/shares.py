@@ -69,10 +69,11 @@ def write_share(
                 header=lambda table: container.header(share.manifest, layout, table),
                 pool=pool,
                 meter=meter,
+                kind=share.manifest.digests,
             )
 
     table = storage.limit.run("write", storage.path(key), write)
-    return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+    return Written(layout.index, nbytes, share.manifest.digests.hex(table))
 
 
 def _versions(share: StoredShare, layout: FileLayout, flat: FlatState) -> Versions:
