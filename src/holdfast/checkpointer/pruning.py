@@ -269,8 +269,9 @@ class Pruning:
             if has_committed:
                 raise
             return True  # the first save makes it
+        free, is_saving = self._forecast.free_nbytes(), bool(self._under_way)
         if retention is None:
-            self._forecast.look([facts_of(commit) for commit in islice(run.lineage(), 2)])
+            self._forecast.look(free, [facts_of(commit) for commit in islice(run.lineage(), 2)], is_saving=is_saving)
             return True
         newest = run.newest_epoch()
         if newest is None:
@@ -290,7 +291,9 @@ class Pruning:
         done = retention.apply(run, survey, told=self._note_freed)
         self.num_freed += len(done.finished) + len(done.cut_off)
         self._tell(run, survey, done)
-        self._forecast.look([each.facts for each in survey.decision.kept])
+        if free is not None and not (done.finished or done.cut_off):  # whose sizes nobody knows
+            free += sum(facts.nbytes for facts in done.deleted)
+            self._forecast.look(free, [each.facts for each in survey.decision.kept], is_saving=is_saving)
         # Without an epoch, this job does not hear of the commits of the one before it, which its first save may await.
         may_change = not is_own or survey.holds.leases or done.held
         is_starved = self._is_starved(is_idle=self.num_freed == before)

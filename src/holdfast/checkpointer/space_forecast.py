@@ -31,15 +31,21 @@ class SpaceForecast:
         """Whether a further look may tell something."""
         return not self._has_warned and self._run().folder is not None
 
-    def look(self, lineage: Sequence[CheckpointFacts]) -> None:
-        """Warn if fewer than `HORIZON` further saves fit. `lineage` are the checkpoints that stay, newest first."""
+    def free_nbytes(self) -> int | None:
+        """The free space of the disk now; None where nobody says, or where no further look is due. Ask before looking
+        for the checkpoints of the run: then no checkpoint takes space that is not in their list."""
         folder = self._run().folder
-        if self._has_warned or folder is None or not lineage:
-            return
+        if self._has_warned or folder is None:
+            return None
         space = os.statvfs(folder)
-        if not space.f_blocks:  # the file system does not say
+        return space.f_bavail * space.f_frsize if space.f_blocks else None
+
+    def look(self, free: int | None, lineage: Sequence[CheckpointFacts], *, is_saving: bool) -> None:
+        """Warn if fewer than `HORIZON` further saves fit into the `free` space. `lineage` are the checkpoints that
+        stay, newest first. With `is_saving`, a save may have taken its space before `free` was asked for."""
+        if free is None or not lineage:
             return
-        free = space.f_bavail * space.f_frsize
+        free += lineage[0].nbytes if is_saving else 0
         number = saves_that_fit(free, lineage, self._policy)
         if number is None:
             return
