@@ -26,6 +26,7 @@ from tests.support import independent_reader
 from tests.support.command_line import holdfast_command
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
+from tests.support.servers.s3 import Bucket
 
 ONE, OTHER = "ab" * 32, "cd" * 32
 WEIGHTS = torch.arange(700_000, dtype=torch.float32)  # three blocks
@@ -311,3 +312,20 @@ def with_key(key: str, verb: str, run: str) -> bytes | None:
         patch.setenv(KEYS, key)
         patch.setenv(REQUIRED, "1")
         return save_on_ranks(run) if verb == "save" else load_on_ranks(run)  # type: ignore[func-returns-value]
+
+
+def test_a_signed_run_in_a_bucket_is_written_in_order_and_read_by_ranges(
+    bucket: Bucket, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in bucket.environment.items():
+        monkeypatch.setenv(name, value)
+    url = f"{bucket.url}/run"
+    many = torch.arange(6_000_000, dtype=torch.float32)  # more than one part
+    holdfast.save(url, {"w": many}, 1)
+    start_new_job()
+    weights = torch.zeros_like(many)
+    holdfast.load(url, {"w": weights})
+    assert torch.equal(weights, many)
+    assert torch.equal(holdfast.open(url)["w"][-100:], many[-100:])
+    monkeypatch.delenv(KEYS)
+    assert code(lambda: holdfast.open(url)) == "config.signing_key"
