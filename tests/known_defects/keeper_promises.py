@@ -190,8 +190,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # seal wrong digest
         "keeper/test_persist.py::test_a_file_is_on_its_way_to_storage_while_it_is_hashed",
         "keeper/persist.py",
-        "contents, xxhash.xxh3_128_hexdigest(table)))",
-        'contents, xxhash.xxh3_128_hexdigest(b"")))',
+        "contents, self.stored.manifest.digests.hex(table)))",
+        'contents, self.stored.manifest.digests.hex(b"")))',
     ),
     Mutation(  # writing other run
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
@@ -372,8 +372,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing trusts all
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
         "keeper/writing.py",
-        " await_seal=await_seal) else None\n",
-        " await_seal=await_seal) else file_seal(slot)\n",
+        "        return file_seal(slot) if is_new else None\n",
+        "        return file_seal(slot)\n",
     ),
     Mutation(  # slot one cell
         "node_memory/test_slots.py::test_a_record_that_was_half_written_is_none_and_the_one_before_holds",
@@ -410,5 +410,11 @@ KEEPER_MUTATIONS = [
         "keeper/persist.py",
         "        if contents.is_of_earlier_boot:\n",
         "        if not contents:\n",
+    ),
+    Mutation(  # a file that somebody put into storage is signed
+        "keeper/test_signed_slots.py::test_a_file_that_somebody_created_first_is_not_signed",
+        "keeper/writing.py",
+        "[*written, *self._signed.values()]",
+        "written",
     ),
 ]
