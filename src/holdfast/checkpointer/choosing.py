@@ -113,20 +113,21 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
             with suppress(FileNotFoundError, CorruptError):
                 id_ = contents.checkpoint_id
                 generation = known[id_] = known.get(id_) or read_generation(folder, id_)
-                held.append(
+                held += [
                     HeldFile(
                         contents.run_id,
                         generation.incarnation,
                         id_,
                         contents.place,
                         contents.step,
-                        contents.file,
-                        contents.nbytes,
-                        record.digest,
+                        part.file,
+                        part.nbytes,
+                        digest,
                         record.state == SlotState.COMMITTED,
                         has_trainer(folder, slot.rank),
                     )
-                )
+                    for part, digest in zip(contents.files, record.digests, strict=False)
+                ]
     return Inventory(folder.identity(), tuple(held), is_filling)
 
 
@@ -239,7 +240,7 @@ class Survey:
         if generation is not None:
             with suppress(CorruptError):
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
-                files = _files(self._inventories, checkpoint_id, manifest.body.num_files)
+                files = _files(self._inventories, checkpoint_id, manifest.file_names)
                 if files is not None and manifest.body.run_id == run.run_id:
                     return StoredManifest(generation.folder, generation.manifest, manifest), files
         return None
@@ -293,14 +294,16 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
         )
 
 
-def _files(inventories: Sequence[Inventory], checkpoint_id: str, num_files: int) -> list[dict[str, FileSeal]] | None:
+def _files(
+    inventories: Sequence[Inventory], checkpoint_id: str, names: Sequence[str]
+) -> list[dict[str, FileSeal]] | None:
     """For each data file, the nodes that hold it, with the file's entry in a seal; None if no node holds one of the
     files."""
-    files: list[dict[str, FileSeal]] = [{} for _ in range(num_files)]
+    files: list[dict[str, FileSeal]] = [{} for _ in names]
     for inventory in inventories:
         for each in inventory.held:
             if each.checkpoint_id == checkpoint_id:
-                files[each.file][inventory.node] = FileSeal(fmt.file_name(each.file), each.nbytes, each.digest)
+                files[each.file][inventory.node] = FileSeal(names[each.file], each.nbytes, each.digest)
     return files if all(files) else None
 
 

@@ -145,9 +145,10 @@ class Watcher:
         elif contents is None or contents.checkpoint_id != checkpoint_id:
             self._end_lost(machine, checkpoint_id)
         elif record.state == SlotState.COMMITTED:
-            machine.commit(contents.nbytes)
+            referenced_nbytes = record.referenced_nbytes
+            machine.commit(contents.files_nbytes - referenced_nbytes, referenced_nbytes=referenced_nbytes)
         elif record.state == SlotState.HELD:
-            machine.hold(contents.nbytes)
+            machine.hold(contents.files_nbytes)
         elif record.state == SlotState.FENCED:
             machine.fail(superseded(machine.step, record.error))
         elif slot.is_removed and not self.memory.used.has_keeper:

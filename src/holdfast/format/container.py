@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.errors import CorruptError
+from holdfast.format.digests import DigestKind
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import SMALL_LAST, DecodedManifest, DecodedTable, ValueBlock
 from holdfast.format.partition import Cells, FlatCells, cells_of
@@ -340,12 +341,23 @@ def parse_table(text: bytes) -> bytes:
 
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
-    assert len(table) == manifest.digests.nbytes * num_blocks(layout.data_nbytes)
-    metadata = _metadata(manifest.body.checkpoint_id, layout.index, table.hex())
+    return header_in(manifest.body.checkpoint_id, layout, table, manifest.digests)
+
+
+def header_in(checkpoint_id: str, layout: FileLayout, table: bytes, kind: DigestKind) -> bytes:
+    """As `header`, of the file that the checkpoint `checkpoint_id` would have. `table` has digests of this `kind`."""
+    assert len(table) == kind.nbytes * num_blocks(layout.data_nbytes)
+    metadata = _metadata(checkpoint_id, layout.index, table.hex())
     text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8
     assert len(text) <= room, f"header bound too small: {len(text)} > {room}"
     return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def content_digest(layout: FileLayout, table: bytes, kind: DigestKind) -> str:
+    """The digest, of this `kind`, of all that a data file holds, whichever checkpoint it belongs to: of its header,
+    which has the digests of its data, with zeros in place of the checkpoint's id."""
+    return kind.hex(header_in(_ANY_ID, layout, table, kind))
 
 
 def _metadata(checkpoint_id: str, index: int, table: str) -> str:

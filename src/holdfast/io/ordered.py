@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import StateError
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.format.digests import XXH3, DigestKind
+from holdfast.format.digests import DigestKind
 from holdfast.io.buffers import BufferedChunks, BufferPool
 from holdfast.io.digest import digest_pieces
 from holdfast.io.meter import Meter
@@ -22,7 +22,7 @@ from holdfast.store.base import Bytes, FileWriter
 class OrderedData:
     """The data section of a file for a writer that writes in order."""
 
-    def __init__(self, sources: Sequence[Source], pool: BufferPool, num_threads: int, kind: DigestKind = XXH3) -> None:
+    def __init__(self, sources: Sequence[Source], pool: BufferPool, num_threads: int, kind: DigestKind) -> None:
         """`num_threads` threads work on chunks of one buffer of `pool` each. The digests are of this `kind`."""
         self._sources = JoinedSources(sources)
         self._pool, self._num_threads, self._kind = pool, num_threads, kind

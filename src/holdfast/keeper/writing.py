@@ -9,14 +9,15 @@ from typing import Any, Final
 
 from holdfast.errors import FencedError
 from holdfast.format.records import FileSeal
-from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish_manifest
+from holdfast.keeper.persist import Sealing, commit, persist, publish_manifest
 from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: Time limit for a store to answer.
+#: Time limit for a store to answer, and to do so at first.
 _STORE_TIMEOUT_S: Final = 600.0
+_FIRST_ANSWER_S: Final = 30.0
 
 
 class Writing:
@@ -34,11 +35,11 @@ class Writing:
         storage = TimedStore(open_store(sealing.generation.location), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._slots: dict[str, Slot] = {}
-        #: By slot name, the seal's entry for the slot's file; None where storage had the file already.
-        self._files: dict[str, Future[FileSeal | None]] = {}
-        #: Of a signed checkpoint, the entries for all slots, by slot name: whoever may write to storage could have made
-        #: a file that was there already, so its own header must not say what is signed.
-        self._signed: dict[str, FileSeal] = {}
+        #: By slot name, the seal's entries for the slot's files, without those that storage had already.
+        self._files: dict[str, Future[tuple[FileSeal, ...]]] = {}
+        #: Of a signed checkpoint, the entries for all files of each slot, by slot name: whoever may write to storage
+        #: could have made a file that was there already, so its own header must not say what is signed.
+        self._signed: dict[str, tuple[FileSeal, ...]] = {}
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -69,13 +70,19 @@ class Writing:
 
     def retry(self, slots: Mapping[Slot, Future[None] | None]) -> None:
         """Make `is_over` try the commit again: by now other nodes may have written the missing files. Where storage
-        already had the file of one of `slots`, the file may be gone by now: this writes it again if so. Each of `slots`
+        already had a file of one of `slots`, that file may be gone by now: this writes it again if so. Each of `slots`
         comes with the future that is done when it is sealed."""
         self._committed = None
         for slot, sealed in slots.items():
             file = self._files.get(slot.name)
-            if file is not None and file.done() and file.exception() is None and file.result() is None:
+            if file is not None and file.done() and file.exception() is None and _lacks_some(slot, file.result()):
                 self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
+
+    def referenced_nbytes(self, slot: Slot) -> int:
+        """The bytes of the files of `slot` that this left to an earlier checkpoint."""
+        file = self._files.get(slot.name)
+        seals = () if file is None or not file.done() or file.exception() else file.result()
+        return sum(seal.nbytes for seal in seals if seal.is_referenced)
 
     def is_over(self) -> bool:
         """Start the commit once all files are written. Returns whether the commit is over too, or a file has failed."""
@@ -93,34 +100,47 @@ class Writing:
         assert self._committed is not None
         return self._committed.result()
 
+    def give_up(self) -> None:
+        """Begin no further request, and repeat none."""
+        self._storage.limit.give_up()
+
     def close(self) -> None:
         """Close the store. Call it only when nothing is pending."""
         self._stack.close()
 
     def _open(self) -> Run:
-        run = Run.open(self._storage)  # first, so that nothing is written where the run does not exist (any more)
-        if run.run_id != self.sealing.stored.manifest.body.run_id:
-            raise _replaced(run)
-        generation = self.sealing.generation
-        if generation.incarnation:
-            run.check_incarnation(generation.place.epoch, generation.incarnation)
+        # A store that does not answer is reported soon, although its files may take long.
+        with TimedStore(open_store(self.sealing.generation.location), timeout_s=_FIRST_ANSWER_S) as storage:
+            run = Run.open(storage)  # first, so that nothing is written where the run does not exist (any more)
+            if run.run_id != self.sealing.stored.manifest.body.run_id:
+                raise _replaced(run)
+            generation = self.sealing.generation
+            if generation.incarnation:
+                run.check_incarnation(generation.place.epoch, generation.incarnation)
         publish_manifest(self._storage, self.sealing)
-        return run
+        return Run(self._storage, run.marker)
 
     def _commit(self) -> bool:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
         # up and refilled.
-        written = [seal for file in self._files.values() if (seal := file.result()) is not None]
-        return commit(self._run.result(), self.sealing, [*written, *self._signed.values()]) is not None
+        written = [seal for file in self._files.values() for seal in file.result()]
+        signed = [seal for seals in self._signed.values() for seal in seals]
+        return commit(self._run.result(), self.sealing, [*written, *signed]) is not None
 
-    def _persist(self, slot: Slot, sealed: Future[None] | None) -> FileSeal | None:
+    def _persist(self, slot: Slot, sealed: Future[None] | None) -> tuple[FileSeal, ...]:
         self._run.result()
         await_seal: Callable[[], None] = (lambda: None) if sealed is None else sealed.result
-        is_new = persist(self._storage, self.sealing, slot, await_seal=await_seal)
+        stored = persist(self._storage, self.sealing, slot, await_seal=await_seal)
         if self.sealing.stored.is_signed:
             await_seal()
-            self._signed[slot.name] = file_seal(slot)
-        return file_seal(slot) if is_new else None
+            self._signed[slot.name] = self.sealing.file_seals(slot)
+        return stored
+
+
+def _lacks_some(slot: Slot, seals: Sequence[FileSeal]) -> bool:
+    """Whether storage had some file of `slot` already, as `seals` lacks it."""
+    contents = slot.record.contents
+    return contents is None or len(seals) < len(contents.files)
 
 
 def _replaced(run: Run) -> FencedError:

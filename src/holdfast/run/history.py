@@ -319,7 +319,7 @@ class Run:
         seal = records.decode(data, Seal, path=self.storage.path(key))
         if (seal.place, seal.step, seal.checkpoint_id) != (commit.place, commit.step, commit.checkpoint_id):
             raise _bad_seal(self.storage.path(key), commit, f"is the seal of place {seal.place}, step {seal.step}")
-        if seal.reader_features != commit.reader_features:
+        if digests_of(seal.reader_features) is not digests_of(commit.reader_features):
             raise _bad_seal(self.storage.path(key), commit, "is signed as its commit is not, or the other way round")
         return Sealed(self.storage, prefix, seal, self.run_id, commit)
 
