@@ -154,8 +154,8 @@ class Recorder:
             event = SyncFolder(self._relative(path), covers) if is_folder else SyncFile(self._file(descriptor), covers)
             self._add("fsync", path, event)
 
-    def mkdir(self, path: str) -> None:
-        os.mkdir(path)
+    def mkdir(self, path: str, mode: int) -> None:
+        os.mkdir(path, mode)
         self._add("mkdir", path, self._entry(path, FOLDER))
 
     def link(self, source: str, target: str) -> None:
@@ -178,10 +178,11 @@ class Recorder:
         if nbytes:
             self._add("fallocate", self._path(descriptor), Resize(self._file(descriptor), nbytes, grow=True))
 
-    def _open_object(self, path: str | int, mode: str) -> Any:
+    def _open_object(self, path: str | int, mode: str, opener: Callable[[str, int], int] | None = None) -> Any:
         if isinstance(path, int) or mode != "xb":
             return builtins.open(path, mode)
-        return _Object(self, self.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        assert opener is not None
+        return _Object(self, opener(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
     # The log.
 

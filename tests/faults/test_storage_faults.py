@@ -365,6 +365,7 @@ def save_as_nobody(index: int, run: str) -> tuple[str, str | None, int]:
 def test_a_user_without_the_right_to_write_is_told_so() -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
+        Path(f"{folder}/run").mkdir(mode=0o755)  # or nobody could not even read it
         save_in_new_job(f"{folder}/run", 1)
         ((code, path, step),) = run_processes(1, save_as_nobody, f"{folder}/run")
         assert (code, step) == ("storage.denied", 1)

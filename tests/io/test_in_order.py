@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import StateError
+from holdfast.format.digests import SHA256
 from holdfast.io.buffers import BufferPool
 from holdfast.io.digest import digest_blocks, digest_pieces
 from holdfast.io.writer import write_file, write_memory
@@ -183,3 +184,4 @@ def test_digests_do_not_depend_on_where_arrays_are_cut(cuts: list[int]) -> None:
     bounds = [0, *sorted(cuts), len(content)]
     pieces = [content[start:stop] for start, stop in itertools.pairwise(bounds)]
     assert digest_pieces(pieces) == digest_blocks(content)
+    assert digest_pieces(pieces, SHA256) == digest_blocks(content, SHA256)

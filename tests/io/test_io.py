@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.format.digests import SHA256, XXH3, DigestKind
 from holdfast.io.buffers import BufferPool
-from holdfast.io.digest import DIGEST_NBYTES, digest_blocks, first_bad_block
+from holdfast.io.digest import bad_blocks, digest_blocks
 from holdfast.io.jobs import DataFile, Extent, ReadJob
 from holdfast.io.reader import ReadStats, read_files
 from holdfast.io.writer import write_file
@@ -217,16 +218,16 @@ def test_a_flipped_bit_is_found_in_any_block_and_only_there(storage: PosixStore,
     assert np.flatnonzero(targets[0] != content).tolist() == [at - PAGE], "without a table nothing is verified"
 
 
-@given(nbytes=st.integers(1, 3 * BLOCK_NBYTES), data=st.data())
+@given(nbytes=st.integers(1, 3 * BLOCK_NBYTES), kind=st.sampled_from([XXH3, SHA256]), data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_the_first_block_that_differs_is_named(nbytes: int, data: st.DataObject) -> None:
+def test_the_blocks_that_differ_are_named(nbytes: int, kind: DigestKind, data: st.DataObject) -> None:
     content = random_bytes(nbytes)
-    before = bytes(2 * DIGEST_NBYTES)
-    table = before + digest_blocks(content)
-    assert first_bad_block(content, table, first=2) is None
+    before = bytes(2 * kind.nbytes)
+    table = before + digest_blocks(content, kind)
+    assert bad_blocks(content, table, first=2, kind=kind) == []
     flipped = data.draw(st.integers(0, nbytes - 1))
     content[flipped] ^= 1
-    assert first_bad_block(content, table, first=2) == 2 + flipped // BLOCK_NBYTES
+    assert bad_blocks(content, table, first=2, kind=kind) == [2 + flipped // BLOCK_NBYTES]
 
 
 def test_extents_without_gaps_are_delivered_together(storage: PosixStore, pool: BufferPool) -> None:
@@ -385,7 +386,7 @@ def test_a_table_that_does_not_fit_the_data_is_refused(storage: PosixStore) -> N
     storage.create("file", bytes(PAGE + 10))
     reader = storage.reader("file")
     with pytest.raises(ValueError, match="does not fit"):
-        DataFile(reader, "file", PAGE, 10, bytes(2 * DIGEST_NBYTES))
+        DataFile(reader, "file", PAGE, 10, bytes(2 * XXH3.nbytes))
     reader.close()
 
 

@@ -31,7 +31,7 @@ from holdfast.node_memory.generations import (
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
-from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
+from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, RankValues, plan_save
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixStore
@@ -62,14 +62,22 @@ class Saved:
     """A checkpoint of two ranks whose data files are staged in slots, in the folders of their nodes."""
 
     def __init__(
-        self, run: Run, folders: list[NodeFolder], stack: ExitStack, *, memory_only: bool = False, boot: str = ""
+        self,
+        run: Run,
+        folders: list[NodeFolder],
+        stack: ExitStack,
+        *,
+        memory_only: bool = False,
+        boot: str = "",
+        features: tuple[str, ...] = (),
     ) -> None:
         self.world = world()
         epoch = run.open_epoch(after=0, opened_from=None, why="start", world_size=2, incarnation="0" * 32)
         place = Place(epoch.epoch, 1)
         identity = CheckpointIdentity(CHECKPOINT, run.run_id, place, 7, 123.5, {})
         messages, bodies = self.world.sent()
-        manifest = encode_plan(plan_save(messages, bodies), identity=identity, values=[RankValues(0, 100, ("a",))])
+        template = ManifestTemplate.of(plan_save(messages, bodies), [RankValues(0, 100, ("a",))], features)
+        manifest = template.encode(identity, ())
         folder = records.folder_name(7, CHECKPOINT)
         self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest)
         self.slots: list[Slot] = []

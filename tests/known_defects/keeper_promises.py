@@ -190,8 +190,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # seal wrong digest
         "keeper/test_persist.py::test_a_file_is_on_its_way_to_storage_while_it_is_hashed",
         "keeper/persist.py",
-        "digests.append(xxhash.xxh3_128_hexdigest(table))",
-        'digests.append(xxhash.xxh3_128_hexdigest(b""))',
+        "digests.append(kind.hex(table))",
+        'digests.append(kind.hex(b""))',
     ),
     Mutation(  # writing other run
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
@@ -413,5 +413,11 @@ KEEPER_MUTATIONS = [
         "keeper/persist.py",
         "        if contents.is_of_earlier_boot:\n",
         "        if not contents:\n",
+    ),
+    Mutation(  # a file that somebody put into storage is signed
+        "keeper/test_signed_slots.py::test_a_file_that_somebody_created_first_is_not_signed",
+        "keeper/writing.py",
+        "[*written, *self._signed.values()]",
+        "written",
     ),
 ]

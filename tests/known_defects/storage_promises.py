@@ -465,4 +465,28 @@ STORAGE_MUTATIONS = [
         "body.at != offset or ",
         "",
     ),
+    Mutation(  # signatures are made and not compared
+        "faults/test_signed_runs.py::test_the_commands_refuse_it_too",
+        "signing.py",
+        "    if not hmac.compare_digest(key.hmac(content), found):\n",
+        "    if not found:\n",
+    ),
+    Mutation(  # a signature is not required of anybody
+        "faults/test_signed_runs.py::test_a_run_whose_signatures_were_stripped_is_refused_where_signatures_are_required",
+        "format/records.py",
+        "issubclass(kind, Seal | Commit) and signing.is_required()",
+        "False",
+    ),
+    Mutation(  # signed and unsigned records of one checkpoint
+        "faults/test_signed_runs.py::test_a_signed_seal_below_an_unsigned_commit_is_refused",
+        "run/history.py",
+        "        if digests_of(seal.reader_features) is not digests_of(commit.reader_features):\n",
+        "        if not seal:\n",
+    ),
+    Mutation(  # a new run can be read by everybody
+        "store/test_modes.py::test_a_new_run_is_private_whatever_the_umask[0]",
+        "store/modes.py",
+        "PRIVATE: Final = 0o700",
+        "PRIVATE: Final = 0o755",
+    ),
 ]

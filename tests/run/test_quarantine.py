@@ -16,6 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Checkpointer, KeepEvery, KeepLast
 from holdfast.errors import CorruptError
+from holdfast.format.digests import XXH3, DigestKind
 from holdfast.format.records import Place
 from holdfast.io import digest
 from holdfast.policy.keep import KeepPolicy
@@ -251,8 +252,8 @@ def load_where_one_node_has_bad_memory(run: str) -> int:
     honest, is_bad = digest.digest_blocks, dist.get_rank() == 1
     bad = iter((True,))
 
-    def altered(data: Bytes) -> bytes:
-        digests = honest(data)
+    def altered(data: Bytes, kind: DigestKind = XXH3) -> bytes:
+        digests = honest(data, kind)
         return digests if next(bad, None) is None else bytes(len(digests))
 
     try:

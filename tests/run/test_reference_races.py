@@ -47,10 +47,10 @@ HOLDER, HEAD, NEWER, SAVED = Place(1, 1), Place(1, 2), Place(1, 8), Place(1, 9)
 
 
 @cache
-def template() -> ManifestTemplate:
+def template(*features: str) -> ManifestTemplate:
     layout = RankLayout.of([TensorLayout("w", "float64", (NUMEL,), Whole("split"))], {}, {"w"})
     plan = plan_save([RankMessage(layout.digest, layout.columns)], {layout.digest: layout.body})
-    return ManifestTemplate.of(plan, [VALUES])
+    return ManifestTemplate.of(plan, [VALUES], features)
 
 
 def section(layout: FileLayout, step: int) -> bytes:
@@ -65,7 +65,8 @@ def write(run: Run, place: Place) -> str:
     step = place.seq
     identity = CheckpointIdentity(f"{step:016x}", run.run_id, place, step, 1.5, {})
     folder = records.folder_name(step, identity.checkpoint_id)
-    references = candidates_for(run, template().still_files, place=place, folder=folder)
+    still, kind = template().still_files, template().digests
+    references = candidates_for(run, still, place=place, folder=folder, digests=kind)
     data = template().encode(identity, (), references)
     run.storage.create(records.checkpoint_key(folder, fmt.NAME), data)
     manifest = fmt.decode(data, path=folder)

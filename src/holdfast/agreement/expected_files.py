@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from holdfast import signing
 from holdfast.agreement.assignment import WriteAssignment
 from holdfast.agreement.local import RankState
 from holdfast.control.channel import Channel
@@ -57,7 +58,7 @@ def expected_nbytes(flat: FlatState | Exception, ranks: Sequence[int], channel: 
             for each, message in zip(ranks, summaries, strict=True)
             if message.values_nbytes
         )
-        return ManifestTemplate.of(plan_save(messages, known, ranks=ranks), values).encode_table()
+        return ManifestTemplate.of(plan_save(messages, known, ranks=ranks), values, signing.features()).encode_table()
 
     asked = channel.exchange(
         "expected layouts", told(mine, _summary), ask, deadline, takes=_Summary, gives=tuple[int, ...]

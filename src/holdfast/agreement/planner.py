@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from holdfast import signing
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.plan_messages import Compare, Described, Details, Digests, Questions
 from holdfast.agreement.undeclared_copies import describe, diverged, merge_values
@@ -45,6 +46,11 @@ class PlanMemory:
     values: tuple[RankValues, ...]
     num_saves: int = 0
     diverged: tuple[str, ...] = ()
+
+    @property
+    def is_signed_as_now(self) -> bool:
+        """Whether the checkpoints of the plan are signed exactly if this process has keys now."""
+        return (signing.SIGNED in self.draft.table.reader_features) == (signing.SIGNED in signing.features())
 
     def has_room(self, messages: Sequence[Described], ranks: Sequence[int]) -> bool:
         """Whether all ranks' values have the paths that the plan was made for, and fit into the room reserved for
@@ -125,7 +131,7 @@ class Planner(Generic[P]):
             values=tuple(numbers[0] for numbers in self._by_values) if len(by_values) > 1 else (),
         )
         asks = questions.bodies or questions.values
-        if memory is None or asks or not memory.has_room(messages, self._ranks):
+        if memory is None or asks or not (memory.is_signed_as_now and memory.has_room(messages, self._ranks)):
             return questions
         return self._go_on(memory)
 
@@ -146,9 +152,9 @@ class Planner(Generic[P]):
         else:
             plan = memory.plan
         values = self._reserved(answers)
-        if memory is None or memory.plan is not plan or not _covers(memory.values, values):
+        if not (memory and memory.plan is plan and memory.is_signed_as_now and _covers(memory.values, values)):
             paths = tuple((message.value_paths, message.own_paths) for message in self._messages)
-            draft = ManifestTemplate.of(plan, values)
+            draft = ManifestTemplate.of(plan, values, signing.features())
             memory = PlanMemory(secrets.token_hex(8), self._layouts(), plan, draft, paths, values)
         return self._go_on(memory)
 

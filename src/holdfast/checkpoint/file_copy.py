@@ -14,7 +14,6 @@ from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.format import container
 from holdfast.format.container import FileLayout
 from holdfast.io.buffers import NUM_THREADS, BufferPool
-from holdfast.io.digest import DIGEST_NBYTES
 from holdfast.io.jobs import DataFile
 from holdfast.io.writer import write_file
 from holdfast.store.base import Bytes, FileWriter
@@ -52,6 +51,7 @@ def write_copy(
             pool=pool,
             num_threads=num_threads,
             check=lambda table: _check(checkpoint, source, table, expected),
+            kind=source.digests,
         )
     finally:
         source.reader.close()
@@ -61,9 +61,10 @@ def _check(checkpoint: Checkpoint, source: DataFile, table: bytes, expected: byt
     """Raise `CorruptError` where the digests of the bytes that were read are not those of the file."""
     if table == expected:
         return
-    starts = range(0, len(table), DIGEST_NBYTES)
-    at = next(at for at in starts if table[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES])
-    raise checkpoint.corrupt_block(source, at // DIGEST_NBYTES)
+    nbytes = source.digests.nbytes
+    starts = range(0, len(table), nbytes)
+    at = next(at for at in starts if table[at : at + nbytes] != expected[at : at + nbytes])
+    raise checkpoint.corrupt_block(source, at // nbytes)
 
 
 class _StoredData(NamedTuple):

@@ -10,7 +10,6 @@ from threading import RLock
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from holdfast.checkpoint.data_files import OpenReader, open_reader
 from holdfast.checkpoint.sealed import Sealed
@@ -20,6 +19,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.container import TABLE_OFFSET, Files, num_blocks, parse_table
+from holdfast.format.digests import digests_of
 from holdfast.format.manifest import DecodedManifest, ValueBlock
 from holdfast.format.tombstones import removed_key
 from holdfast.format.values import Node
@@ -48,6 +48,7 @@ class Checkpoint(StoredState):
         """
         self.sealed, self.seal = sealed, sealed.seal
         self.catalogue = sealed.catalogue
+        self.digests = digests_of(self.seal.reader_features)
         manifest = self._read_manifest()
         super().__init__(manifest, self.catalogue, folder=self.path(self.seal.manifest.name).rpartition("/")[0])
         #: Verified digest tables that were read last, by file.
@@ -60,7 +61,7 @@ class Checkpoint(StoredState):
         copy = self.catalogue.nearest(file.name)
         with self._sealed_file(file.name):
             data = copy.store.read(copy.key, limit=min(file.nbytes, fmt.MAX_FILE_NBYTES))
-        if len(data) != file.nbytes or xxhash.xxh3_128_hexdigest(data) != file.digest:
+        if len(data) != file.nbytes or self.digests.hex(data) != file.digest:
             raise self._corrupt(file.name, "it is not the manifest that the seal describes")
         return fmt.decode(data, path=copy.path)
 
@@ -75,6 +76,8 @@ class Checkpoint(StoredState):
             raise self._corrupt(
                 records.SEAL_NAME, f"it does not list the {count(body.num_files, 'data file')} of its manifest"
             )
+        if self.manifest.digests is not self.digests:
+            raise self._corrupt(records.SEAL_NAME, "seal and manifest disagree on whether the checkpoint is signed")
         if any(not fmt.is_still_name(file.name) for file in seal.referenced):
             raise self._corrupt(records.SEAL_NAME, "it names an earlier checkpoint for tensors that training changes")
         # Checked before any caller allocates memory for the tensors that the manifest claims.
@@ -137,7 +140,9 @@ class Checkpoint(StoredState):
         try:
             if not reader.nbytes == sealed.nbytes == data_start + data_nbytes:
                 raise self._corrupt(name, f"it has {reader.nbytes} bytes instead of {data_start + data_nbytes}")
-            return replace(file, table=self._table(reader, index, data_nbytes) if verify else None)
+            return replace(
+                file, table=self._table(reader, index, data_nbytes) if verify else None, digests=self.digests
+            )
         except BaseException:
             reader.close()
             raise
@@ -153,10 +158,10 @@ class Checkpoint(StoredState):
         return table
 
     def _read_table(self, reader: FileReader, index: int, data_nbytes: int) -> bytes:
-        text = np.empty(32 * num_blocks(data_nbytes), np.uint8)
+        text = np.empty(2 * self.digests.nbytes * num_blocks(data_nbytes), np.uint8)
         reader.read_at(TABLE_OFFSET, text)
         table = parse_table(text.tobytes())
-        if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
+        if self.digests.hex(table) != self.seal.files[index].digest:
             raise self._corrupt(
                 self.manifest.file_name(index), "its digest table is not the one that the seal describes"
             )

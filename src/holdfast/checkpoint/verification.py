@@ -15,7 +15,7 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, FileLayout
 from holdfast.io.buffers import BufferPool, pipeline_pool
-from holdfast.io.digest import DIGEST_NBYTES, digest_blocks
+from holdfast.io.digest import bad_blocks
 from holdfast.io.jobs import DataFile, Extent, ReadJob
 from holdfast.io.reader import read_files
 from holdfast.store.base import Bytes
@@ -73,7 +73,7 @@ def _header_faults(checkpoint: Checkpoint, layout: FileLayout, file: DataFile) -
     # A file of an earlier checkpoint has the id of that one, also where `compact` has copied it.
     holder, own = checkpoint.seal.files[layout.index].checkpoint, checkpoint.seal.checkpoint_id
     ids = [own] if holder is UNSET else [records.id_of(holder), own]
-    if any(found.tobytes() == container.header_in(each, layout, file.table) for each in ids):
+    if any(found.tobytes() == container.header_in(each, layout, file.table, file.digests) for each in ids):
         return []
     message = (
         f"{file.path} is damaged: its header is not the one that the manifest requires. Holdfast loads "
@@ -94,13 +94,7 @@ def _bad_blocks(
     def take(_: int, offset: int, data: Bytes) -> None:
         # Requests for one extent begin at multiples of the buffer's size, so they hold whole blocks.
         assert offset % BLOCK_NBYTES == 0
-        digests, first = digest_blocks(data), offset // BLOCK_NBYTES
-        expected = table[first * DIGEST_NBYTES :][: len(digests)]
-        bad.extend(
-            first + at // DIGEST_NBYTES
-            for at in range(0, len(digests), DIGEST_NBYTES)
-            if digests[at : at + DIGEST_NBYTES] != expected[at : at + DIGEST_NBYTES]
-        )
+        bad.extend(bad_blocks(data, table, first=offset // BLOCK_NBYTES, kind=file.digests))
         progress(len(data))
 
     # Passed on without its table: the reader would stop at the first bad block, and we want all of them.

@@ -5,7 +5,8 @@ that it hears of; and when a save finds no space. Its thread makes one small req
 (`holdfast.store.paced`), except for a save that waits for space. The process may die at whatever point: what it leaves
 is what `holdfast.run.removal` promises, and the first round of the next job goes on with it.
 
-A round also deletes what killed jobs have left of saves that never became a checkpoint.
+A round also deletes what killed jobs have left of saves that never became a checkpoint, and warns before the disk is
+full (`SpaceForecast`). Without a policy it does nothing else.
 
 A round that leaves something that the policy does not keep is repeated, with growing pauses: one that failed, and while
 a save is under way, one that readers held up, or that came before this job had an epoch. So a save that waits for space
@@ -22,6 +23,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Final
@@ -40,6 +42,7 @@ from holdfast.checkpointer.events import (
     SaveUnwatched,
 )
 from holdfast.checkpointer.save_errors import FULL, by_hand
+from holdfast.checkpointer.space_forecast import SpaceForecast
 from holdfast.control.torch_store import global_rank, group_ranks
 from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format.records import Place
@@ -48,7 +51,7 @@ from holdfast.phases import LOG
 from holdfast.policy.keep import CheckpointFacts, KeepBest, KeepPolicy, parts_of
 from holdfast.policy.metric_names import MetricWatch
 from holdfast.run.history import Run
-from holdfast.run.retention import Retention, RetentionOutcome, RetentionSurvey
+from holdfast.run.retention import Retention, RetentionOutcome, RetentionSurvey, facts_of
 from holdfast.run.session import JOB
 from holdfast.store.base import Location
 from holdfast.store.paced import PacedStore, PacingStoppedError
@@ -85,6 +88,7 @@ class Pruning:
 
     def __init__(self, policy: KeepPolicy | None, run: Callable[[], Location]) -> None:
         self._retention = None if policy is None else Retention(policy)
+        self._forecast = SpaceForecast(policy, run)
         self._run = run
         self._pid = os.getpid()
         #: An entry for each round that is due: a latch where somebody waits for its end. False ends the thread.
@@ -177,7 +181,7 @@ class Pruning:
 
     def begin_round(self, done: Latch | None = None) -> None:
         """Have a round begin, or follow the present one. It sets `done`, and does not rest where somebody waits so."""
-        if self._retention is None or self._is_forked or self._stop.is_set:
+        if (self._retention is None and not self._forecast.is_due) or self._is_forked or self._stop.is_set:
             return
         self._due.put(True if done is None else done)
         thread = Thread(target=self._work, args=(self._retention,), name="holdfast-prune", daemon=True)
@@ -205,7 +209,7 @@ class Pruning:
         """Whether this is a child process, which has a copy of this object and none of its threads."""
         return self._pid != os.getpid()
 
-    def _work(self, retention: Retention) -> None:
+    def _work(self, retention: Retention | None) -> None:
         pause_s, before = None, 0
         while (waiting := self._await_due(pause_s)) is not None:
             is_done = False
@@ -253,8 +257,9 @@ class Pruning:
                 return self._await_due(None)
         return waiting
 
-    def _round(self, retention: Retention, *, is_urgent: bool) -> bool:
-        """Delete what the policy does not keep. Returns False where the round should be repeated."""
+    def _round(self, retention: Retention | None, *, is_urgent: bool) -> bool:
+        """Delete what the policy does not keep, and look at the free space. Returns False where the round should be
+        repeated."""
         hurry = _AT_ONCE if is_urgent else self._hurry
         self._why = "The run has no checkpoint that `keep` could delete."
         has_committed = self._has_committed  # before the look
@@ -264,6 +269,10 @@ class Pruning:
             if has_committed:
                 raise
             return True  # the first save makes it
+        free, is_saving = self._forecast.free_nbytes(), bool(self._under_way)
+        if retention is None:
+            self._forecast.look(free, [facts_of(commit) for commit in islice(run.lineage(), 2)], is_saving=is_saving)
+            return True
         newest = run.newest_epoch()
         if newest is None:
             return True
@@ -282,6 +291,9 @@ class Pruning:
         done = retention.apply(run, survey, told=self._note_freed)
         self.num_freed += len(done.finished) + len(done.cut_off)
         self._tell(run, survey, done)
+        if free is not None and not (done.finished or done.cut_off):  # whose sizes nobody knows
+            free += sum(facts.nbytes for facts in done.deleted)
+            self._forecast.look(free, [each.facts for each in survey.decision.kept], is_saving=is_saving)
         # Without an epoch, this job does not hear of the commits of the one before it, which its first save may await.
         may_change = not is_own or survey.holds.leases or done.held
         is_starved = self._is_starved(is_idle=self.num_freed == before)

@@ -18,7 +18,7 @@ from holdfast.checkpointer.snapshot_messages import Agreed
 from holdfast.errors import HoldfastError
 from holdfast.format import records
 from holdfast.format.manifest import Candidate
-from holdfast.plan.save import CheckpointIdentity
+from holdfast.plan.save import CheckpointIdentity, ManifestTemplate
 from holdfast.run.references import candidates_for
 from holdfast.run.session import JOB
 from holdfast.store.timed import TimedStore
@@ -51,7 +51,7 @@ class StagedPlace:
         """Take the next place of the run, and return the message about the checkpoint to stage for it."""
         draft, diverged = agreed.memory.draft, agreed.diverged
         # A snapshot for memory alone leaves no record in storage; if it becomes durable later, all of it is written.
-        identity, incarnation, references = self._taken(() if self._memory_only else draft.still_files)
+        identity, incarnation, references = self._taken(draft, () if self._memory_only else draft.still_files)
         return Agreed(
             records.folder_name(identity.step, identity.checkpoint_id),
             identity.checkpoint_id,
@@ -68,14 +68,14 @@ class StagedPlace:
             self._memory_only,
         )
 
-    def _taken(self, still: Collection[int]) -> _Taken:
-        """Take a place, for a checkpoint with the still files `still`."""
+    def _taken(self, draft: ManifestTemplate, still: Collection[int]) -> _Taken:
+        """Take a place, for a checkpoint by `draft` whose files `still` may be those of earlier ones."""
         location = self._request.storage.location
         if self._request.takeover == "always" or not JOB.can_begin_unseen(location, self._request.sources):
-            return self._looked(self._request, still)
+            return self._looked(self._request, draft, still)
         with TimedStore(open_store(location), timeout_s=_PATIENCE_S) as storage:
             try:
-                return self._looked(replace(self._request, storage=storage), still)
+                return self._looked(replace(self._request, storage=storage), draft, still)
             except HoldfastError as error:
                 unseen = JOB.begin_unseen(location, self._request.sources) if is_store_trouble(error) else None
                 if unseen is None:
@@ -85,7 +85,8 @@ class StagedPlace:
                 )
                 return _Taken(self._request.identity(unseen.run_id, unseen.place), unseen.incarnation, ())
 
-    def _looked(self, request: SaveRequest, still: Collection[int]) -> _Taken:
+    def _looked(self, request: SaveRequest, draft: ManifestTemplate, still: Collection[int]) -> _Taken:
         run, identity = request.take_place(world_size=self._num_ranks)
         folder = records.folder_name(identity.step, identity.checkpoint_id)
-        return _Taken(identity, JOB.incarnation(run), candidates_for(run, still, place=identity.place, folder=folder))
+        found = candidates_for(run, still, place=identity.place, folder=folder, digests=draft.digests)
+        return _Taken(identity, JOB.incarnation(run), found)

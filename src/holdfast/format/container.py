@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from holdfast.errors import CorruptError
+from holdfast.format.digests import DigestKind
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.manifest import SMALL_LAST, DecodedManifest, DecodedTable, ValueBlock
 from holdfast.format.partition import Cells, FlatCells, cells_of
@@ -255,7 +255,7 @@ class Files:
         data_nbytes = nbytes @ numels + capacities[files]
         header = bounds @ counts[:, files] + of_values[files]
         header += 8 + 1 + np.asarray([len(_metadata(_ANY_ID, int(file), "")) for file in files], np.int64)
-        header += 32 * -(-data_nbytes // BLOCK_NBYTES)
+        header += 2 * self.manifest.digests.nbytes * -(-data_nbytes // BLOCK_NBYTES)
         return FileColumns(files, self._offsets(numels, positions), -(-header // ALIGNMENT) * ALIGNMENT, data_nbytes)
 
     def _offsets(self, numels: Int64s, positions: Int64s | None) -> Int64s:
@@ -341,12 +341,12 @@ def parse_table(text: bytes) -> bytes:
 
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
-    return header_in(manifest.body.checkpoint_id, layout, table)
+    return header_in(manifest.body.checkpoint_id, layout, table, manifest.digests)
 
 
-def header_in(checkpoint_id: str, layout: FileLayout, table: bytes) -> bytes:
-    """As `header`, of the file that the checkpoint `checkpoint_id` would have."""
-    assert len(table) == 16 * num_blocks(layout.data_nbytes)
+def header_in(checkpoint_id: str, layout: FileLayout, table: bytes, kind: DigestKind) -> bytes:
+    """As `header`, of the file that the checkpoint `checkpoint_id` would have. `table` has digests of this `kind`."""
+    assert len(table) == kind.nbytes * num_blocks(layout.data_nbytes)
     metadata = _metadata(checkpoint_id, layout.index, table.hex())
     text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8
@@ -354,10 +354,10 @@ def header_in(checkpoint_id: str, layout: FileLayout, table: bytes) -> bytes:
     return room.to_bytes(8, "little") + text.ljust(room)
 
 
-def content_digest(layout: FileLayout, table: bytes) -> str:
-    """The digest of all that a data file holds, whichever checkpoint it belongs to: of its header, which has the
-    digests of its data, with zeros in place of the checkpoint's id."""
-    return xxhash.xxh3_128_hexdigest(header_in(_ANY_ID, layout, table))
+def content_digest(layout: FileLayout, table: bytes, kind: DigestKind) -> str:
+    """The digest, of this `kind`, of all that a data file holds, whichever checkpoint it belongs to: of its header,
+    which has the digests of its data, with zeros in place of the checkpoint's id."""
+    return kind.hex(header_in(_ANY_ID, layout, table, kind))
 
 
 def _metadata(checkpoint_id: str, index: int, table: str) -> str:

@@ -25,9 +25,11 @@ import xxhash
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import sequences
+from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds, parse_folder
+from holdfast.format.records import Count, Hex16, Hex32, HexDigest, Ordinal, Place, Seconds, parse_folder
 from holdfast.geometry import Int64s, Shape
+from holdfast.signing import SIGNED
 from holdfast.wording import count
 
 NAME = "manifest.hfm"
@@ -57,7 +59,7 @@ SMALL_LAST: Final = "small-last"
 STILL_FILES: Final = "still-files"
 #: The feature of checkpoints that may refer to still files of earlier ones.
 REFERENCES: Final = "references"
-KNOWN_FEATURES: Final = frozenset({SMALL_LAST, STILL_FILES, REFERENCES})
+KNOWN_FEATURES: Final = frozenset({SMALL_LAST, STILL_FILES, REFERENCES, SIGNED})
 
 
 class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):
@@ -127,7 +129,7 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     file: int
     checkpoint: str
-    content: Hex32
+    content: HexDigest
 
 
 class Manifest(StateTable, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -237,6 +239,11 @@ class DecodedTable:
     def shape(self, tensor: int) -> Shape:
         """Global shape of tensor number `tensor`."""
         return self.body.shape_table[self.body.shapes[tensor]]
+
+    @property
+    def digests(self) -> DigestKind:
+        """The kind of the digests of data files that are written by this table."""
+        return digests_of(self.body.reader_features)
 
 
 class DecodedManifest(DecodedTable):
@@ -500,6 +507,8 @@ def _check_references(manifest: DecodedManifest) -> None:
         raise corrupt("it refers to a file of another checkpoint for tensors that training changes")
     if any(parse_folder(each.checkpoint) is None for each in body.references):
         raise corrupt("a reference names no folder of a checkpoint")
+    if any(len(each.content) != 2 * manifest.digests.nbytes for each in body.references):
+        raise corrupt("a reference has a digest of another kind than this checkpoint")
 
 
 def _sequences_of(partition: Partition) -> tuple[int, ...]:

@@ -3,7 +3,8 @@
 A record is one line of JSON: ``P`` + ``,"digest":"<32 hex>"}`` + newline, where ``P`` is a JSON object without its
 closing brace and the digest is the xxh3-128 of ``P``. ``P`` begins with ``"holdfast"`` (the kind of record) and
 ``"reader_features"`` (the features that a reader must have; an older reader may ignore members that it does not know).
-``P`` is canonical: fixed member order, no spaces, ASCII, so two writers of one record write the same bytes.
+``P`` is canonical: fixed member order, no spaces, ASCII, so two writers of one record write the same bytes. That of a
+signed record ends with its signature (`holdfast.signing`).
 
 The names of epoch and commit records count down at a fixed width, so a listing in name order begins with the newest.
 """
@@ -21,6 +22,7 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 import xxhash
 
+from holdfast import signing
 from holdfast.decoding import decode_json
 from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.wording import count, kind_of, with_article
@@ -28,7 +30,7 @@ from holdfast.wording import count, kind_of, with_article
 FORMAT: Final = "1"
 #: The feature of seals that name files in the folders of earlier checkpoints.
 REFERENCES: Final = "references"
-READER_FEATURES: Final[frozenset[str]] = frozenset({REFERENCES})
+READER_FEATURES: Final = frozenset({REFERENCES, signing.SIGNED})
 #: Largest files that readers accept as records: seals grow with the number of files, commits with the metrics.
 MAX_SEAL_NBYTES: Final = 16 * 2**20
 MAX_RECORD_NBYTES: Final = 2**20
@@ -52,6 +54,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Ordinal = Annotated[int, msgspec.Meta(ge=1, le=_COUNTDOWN)]
 Hex16 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Hex32 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+#: A digest: xxh3-128, or SHA-256 in a signed checkpoint.
+HexDigest = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{32}){1,2}\Z")]
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,254}\Z")]
 #: The end of the year 9999 in unix seconds: `datetime` knows no later year.
 LAST_S: Final = 253_402_300_799
@@ -129,14 +133,14 @@ class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
 class FileSeal(msgspec.Struct, frozen=True):
     """Size and digest of one file of a checkpoint.
 
-    The digest is xxh3-128: of a data file's digest table, or of all bytes of a manifest. A still file has its `content`
+    The digest is that of a data file's digest table, or of all bytes of a manifest. A still file has its `content`
     digest too. Where the file was not written again, `checkpoint` is the folder of the earlier checkpoint that has it.
     """
 
     name: _FileName
     nbytes: Count
-    digest: Hex32
-    content: Hex32 | msgspec.UnsetType = msgspec.UNSET
+    digest: HexDigest
+    content: HexDigest | msgspec.UnsetType = msgspec.UNSET
     checkpoint: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
@@ -172,10 +176,10 @@ class Seal(Record, frozen=True, kw_only=True, tag="seal"):
 
 
 class SealDigest(msgspec.Struct, frozen=True):
-    """Size and xxh3-128 of the bytes of a seal."""
+    """Size and digest of the bytes of a seal."""
 
     nbytes: Count
-    digest: Hex32
+    digest: HexDigest
 
 
 class Diverged(msgspec.Struct, frozen=True):
@@ -266,19 +270,27 @@ def digest(data: bytes) -> str:
 
 
 def encode(record: Record) -> bytes:
-    """The bytes of `record`. Raises `ValueError` for a record that `decode` would refuse."""
+    """The bytes of `record`, signed if it has the feature. Raises `ValueError` for a record that `decode` would refuse,
+    and `ConfigurationError`, code ``config.signing_key``, where this process has no key to sign it."""
+    body = _canonical(record)
+    if signing.SIGNED in record.reader_features:
+        body = signing.signed(body)
+    data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
+    limit = max_nbytes(type(record))
+    if len(data) > limit:
+        raise ValueError(f"{kind_of(record)} record of {count(len(data), 'byte')} is over the limit of {limit}")
+    return data
+
+
+def _canonical(record: Record) -> bytes:
+    """The canonical JSON text of `record`, without its closing brace and its signature."""
     try:
         # Decoding once turns a value that a caller may pass (2 for a float) into the one that readers see (2.0).
         canonical = decode_json(msgspec.json.encode(record), type(record))
         text = msgspec.json.encode(canonical).decode()
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a valid {type(record).__name__} record: {error}") from error
-    body = re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
-    data = body + _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n'
-    limit = max_nbytes(type(record))
-    if len(data) > limit:
-        raise ValueError(f"{kind_of(record)} record of {count(len(data), 'byte')} is over the limit of {limit}")
-    return data
+    return re.sub(r"[^\x00-\x7f]", lambda match: json.dumps(match[0])[1:-1], text).encode("ascii").removesuffix(b"}")
 
 
 def max_nbytes(kind: type[Record]) -> int:
@@ -297,31 +309,48 @@ def decode(data: bytes, kind: type[R], *, path: str) -> R:
     """Decode the record of `kind` in `data` and check it in full; `path` is for messages.
 
     Raises:
-        CorruptError: code ``corrupt.record``: `data` is damaged, or holds another kind or impossible content.
+        CorruptError: code ``corrupt.record``: `data` is damaged, or holds another kind or impossible content;
+            ``corrupt.signature``: it does not match its signature; ``corrupt.unsigned``: it is the seal or the commit
+            of a checkpoint, and has no signature, which this process requires.
         IncompatibleError: the record needs a reader feature or a format that this version does not know.
+        ConfigurationError: code ``config.signing_key``: it is signed, and this process does not have the key.
     """
     name = str(kind.__struct_config__.tag)
     if len(data) > max_nbytes(kind):
         raise _corrupt(f"has {count(len(data), 'byte')}, more than any {name!r} record", path=path)
     body = _verified_body(data, path=path)
     try:
-        head = decode_json(body, _RecordHead)
+        head = decode_json(body + b"}", _RecordHead)
         if head.holdfast != name:
             found, wanted = with_article(f"{head.holdfast!r:.80}"), with_article(repr(name))
             raise _corrupt(f"holds {found} record where {wanted} record belongs", path=path)
         for feature in head.reader_features:
             if feature not in READER_FEATURES:
                 raise _unknown(f"needs the reader feature {feature!r:.80}", path=path)
-        record = decode_json(body, kind)
+        if signing.SIGNED in head.reader_features:
+            body = signing.verified(body, path=path)
+        elif issubclass(kind, Seal | Commit) and signing.is_required():
+            raise signing.unsigned(path)
+        record = decode_json(body + b"}", kind)
         # Text that equals our own encoding has every member once. Other text comes from another writer, or has a
         # member twice, which only a second look can tell.
-        if msgspec.json.encode(record) != body and encode(record) != data:
-            json.loads(body, object_pairs_hook=_unique, parse_int=str, parse_float=str)
+        if msgspec.json.encode(record) != body + b"}" and _canonical(record) != body:
+            json.loads(body + b"}", object_pairs_hook=_unique, parse_int=str, parse_float=str)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise _corrupt(f"is not a valid {name!r} record ({error})", path=path) from error
     if isinstance(record, Marker) and record.format != FORMAT:
         raise _unknown(f"has format {record.format!r:.80}, but this version reads format {FORMAT!r}", path=path)
     return record
+
+
+def is_same(one: bytes, other: bytes, kind: type[Record], *, path: str) -> bool:
+    """Whether two signed records have the same content, by whatever key. Raises as `decode` where one is signed and not
+    by a key of this process."""
+    try:
+        a, b = decode(one, kind, path=path), decode(other, kind, path=path)
+    except (CorruptError, IncompatibleError):
+        return False
+    return a == b and signing.SIGNED in a.reader_features
 
 
 def _unique(members: list[tuple[str, object]]) -> None:
@@ -331,11 +360,12 @@ def _unique(members: list[tuple[str, object]]) -> None:
 
 
 def _verified_body(data: bytes, *, path: str) -> bytes:
-    """The JSON text of a record, without its digest. Raises `CorruptError` where the digest does not match it."""
+    """The JSON text of a record, without its digest and its closing brace. Raises `CorruptError` where the digest does
+    not match it."""
     body, tail = data[:-_TAIL_NBYTES], data[-_TAIL_NBYTES:]
     if tail != _DIGEST_OPENER + digest(body).encode("ascii") + b'"}\n':
         raise _corrupt("does not match its own digest: it was truncated or altered", path=path)
-    return body + b"}"
+    return body
 
 
 def _corrupt(what: str, *, path: str) -> CorruptError:

@@ -13,8 +13,6 @@ from itertools import accumulate
 from threading import Lock
 from typing import Final
 
-import xxhash
-
 from holdfast.checkpoint.delivery import ArrayTargets
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import CorruptError
@@ -154,8 +152,9 @@ class DataFileTask:
             data_start=layout.data_start,
             header=lambda digests: container.header(stored.manifest, layout, digests),
             pool=pools.windows,
+            kind=stored.manifest.digests,
         )
-        return FileSeal(name, layout.nbytes, xxhash.xxh3_128_hexdigest(table)), writer.existed
+        return FileSeal(name, layout.nbytes, stored.manifest.digests.hex(table)), writer.existed
 
 
 def _after(nbytes: int, advance: Callable[[int], None]) -> Callable[[int], None]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from holdfast import signing
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpoint.stored_state import StoredState
 from holdfast.errors import ConfigurationError, NotFoundError
@@ -172,9 +173,9 @@ def _template(state: StoredState, nodes: Mapping[str, Node], packed: bytes) -> M
         tables.add(whole)
     block = RankValues(0, len(packed), tuple(sorted(nodes)))
     values = (fmt.ValueBlock(0, block.capacity, block.paths),)
-    body, blobs = tables.finish(
-        num_files=num_files, aliases=manifest.body.aliases, values=values, features=(fmt.SMALL_LAST,)
-    )
+    features = fmt.SMALL_LAST, *signing.features()
+    aliases = manifest.body.aliases
+    body, blobs = tables.finish(num_files=num_files, aliases=aliases, values=values, features=features)
     return ManifestTemplate(msgspec.structs.replace(body, world_size=num_files), blobs)
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.io.buffers import NUM_THREADS, run_threads
-from holdfast.io.digest import first_bad_block
+from holdfast.io.digest import bad_blocks
 from holdfast.io.jobs import DataFile, FileDelivery, OnCorrupt
 from holdfast.store.base import Bytes, StreamingReader
 
@@ -289,9 +289,9 @@ class ChunkReading:
         if file.table is None:
             return 0.0
         start_s = time.perf_counter()
-        bad_block = first_bad_block(data, file.table, first=start // BLOCK_NBYTES)
-        if bad_block is not None:
-            raise self._on_corrupt(file, bad_block)
+        bad = bad_blocks(data, file.table, first=start // BLOCK_NBYTES, kind=file.digests)
+        if bad:
+            raise self._on_corrupt(file, bad[0])
         return time.perf_counter() - start_s
 
     def _deliver(self, chunk: Chunk, start: int, data: Bytes) -> None:

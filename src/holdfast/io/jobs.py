@@ -13,6 +13,7 @@ import numpy as np
 
 from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.format.digests import XXH3, DigestKind
 from holdfast.geometry import Int64s
 from holdfast.io.digest import table_nbytes
 from holdfast.store.base import Bytes, FileReader
@@ -26,16 +27,18 @@ _MAX_EXACT_RANGES = 4096
 
 @dataclass(frozen=True)
 class DataFile:
-    """An open data file. With a `table` (the digests of its data section), every block that is read is verified."""
+    """An open data file. With a `table` (the digests of its data section, of kind `digests`), every block that is read
+    is verified."""
 
     reader: FileReader
     path: str
     data_start: int
     data_nbytes: int
     table: bytes | None
+    digests: DigestKind = XXH3
 
     def __post_init__(self) -> None:
-        if self.table is not None and len(self.table) != table_nbytes(self.data_nbytes):
+        if self.table is not None and len(self.table) != table_nbytes(self.data_nbytes, self.digests):
             raise ValueError(f"{self.path}: the digest table does not fit {self.data_nbytes} bytes of data")
 
 

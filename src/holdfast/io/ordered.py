@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from holdfast.errors import StateError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.format.digests import DigestKind
 from holdfast.io.buffers import BufferedChunks, BufferPool
-from holdfast.io.digest import DIGEST_NBYTES, digest_pieces
+from holdfast.io.digest import digest_pieces
 from holdfast.io.meter import Meter
 from holdfast.io.sources import JoinedSources, Source
 from holdfast.store.base import Bytes, FileWriter
@@ -21,10 +22,10 @@ from holdfast.store.base import Bytes, FileWriter
 class OrderedData:
     """The data section of a file for a writer that writes in order."""
 
-    def __init__(self, sources: Sequence[Source], pool: BufferPool, num_threads: int) -> None:
-        """`num_threads` threads work on chunks of one buffer of `pool` each."""
+    def __init__(self, sources: Sequence[Source], pool: BufferPool, num_threads: int, kind: DigestKind) -> None:
+        """`num_threads` threads work on chunks of one buffer of `pool` each. The digests are of this `kind`."""
         self._sources = JoinedSources(sources)
-        self._pool, self._num_threads = pool, num_threads
+        self._pool, self._num_threads, self._kind = pool, num_threads, kind
         self.nbytes = self._sources.nbytes
 
     def digests(self) -> bytes:
@@ -33,7 +34,7 @@ class OrderedData:
         found = [b""] * chunks.number
 
         def digest(chunk: int, start: int, nbytes: int, buffer: Bytes) -> None:
-            found[chunk] = digest_pieces(self._sources.pieces(start, start + nbytes, buffer))
+            found[chunk] = digest_pieces(self._sources.pieces(start, start + nbytes, buffer), self._kind)
 
         chunks.run(digest)
         return b"".join(found)
@@ -54,8 +55,8 @@ class OrderedData:
             else:
                 pieces = self._sources.pieces(start, start + nbytes, buffer)
             writer.write_at(data_start + start, *pieces)
-            found[chunk] = digest_pieces(pieces)
-            at = start // BLOCK_NBYTES * DIGEST_NBYTES
+            found[chunk] = digest_pieces(pieces, self._kind)
+            at = start // BLOCK_NBYTES * self._kind.nbytes
             if expected is not None and found[chunk] != expected[at : at + len(found[chunk])]:
                 raise changed()
 

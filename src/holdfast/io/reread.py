@@ -9,6 +9,7 @@ from typing import NoReturn
 import numpy as np
 
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.format.digests import XXH3, DigestKind
 from holdfast.io.buffers import pipeline_pool
 from holdfast.io.digest import digest_blocks
 from holdfast.io.jobs import DataFile, Extent, ReadJob
@@ -17,7 +18,13 @@ from holdfast.store.base import Bytes, Store
 
 
 def stored_digests(
-    storage: Store, key: str, *, data_start: int, data_nbytes: int, blanks: Sequence[Extent] = ()
+    storage: Store,
+    key: str,
+    *,
+    data_start: int,
+    data_nbytes: int,
+    blanks: Sequence[Extent] = (),
+    kind: DigestKind = XXH3,
 ) -> tuple[bytes, bytes]:
     """The digest table of a stored file's data section, and the bytes in `blanks`, which count as zeros in the table.
 
@@ -39,7 +46,7 @@ def stored_digests(
             start = blanks[at].start
             held[at][low - start : high - start] = data[low - offset : high - offset]
             data[low - offset : high - offset] = 0
-        table = digest_blocks(data)
+        table = digest_blocks(data, kind)
         with lock:
             digests[offset] = table
 

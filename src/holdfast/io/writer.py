@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from holdfast.format.container import ALIGNMENT
+from holdfast.format.digests import XXH3, DigestKind
 from holdfast.io.buffers import IN_ORDER_NBYTES, NUM_THREADS, BufferedChunks, BufferPool, run_threads
 from holdfast.io.digest import digest_blocks
 from holdfast.io.meter import Meter
@@ -30,8 +31,10 @@ def write_file(
     num_threads: int = NUM_THREADS,
     meter: Meter | None = None,
     check: Callable[[bytes], None] = lambda _: None,
+    kind: DigestKind = XXH3,
 ) -> bytes:
-    """Write and publish one file, and return the digest table of its data section. Blocks until the file is durable.
+    """Write and publish one file, and return the digest table of its data section, of this `kind`. Blocks until the
+    file is durable.
 
     The data section is `sources`, packed one after another from `data_start` (a multiple of 4096). When it is
     written, `header` is called with its digest table and returns the first `data_start` bytes of the file; it may also
@@ -45,7 +48,17 @@ def write_file(
         if data_start % ALIGNMENT:
             raise ValueError(f"data_start is {data_start}: it must be a multiple of {ALIGNMENT}")
         write = _write_in_order if writer.in_order else _write_head_last
-        return write(writer, sources, data_start, header, pool=pool, num_threads=num_threads, meter=meter, check=check)
+        return write(
+            writer,
+            sources,
+            data_start,
+            header,
+            pool=pool,
+            num_threads=num_threads,
+            meter=meter,
+            check=check,
+            kind=kind,
+        )
     except BaseException:
         writer.abort()
         raise
@@ -61,6 +74,7 @@ def _write_head_last(
     num_threads: int,
     meter: Meter | None,
     check: Callable[[bytes], None],
+    kind: DigestKind,
 ) -> bytes:
     data = JoinedSources(sources)
     chunks = BufferedChunks(data.nbytes, pool, num_threads)
@@ -68,7 +82,7 @@ def _write_head_last(
 
     def write(chunk: int, start: int, nbytes: int, buffer: Bytes) -> None:
         data.read_into(start, buffer[:nbytes])
-        digests[chunk] = digest_blocks(buffer[:nbytes])
+        digests[chunk] = digest_blocks(buffer[:nbytes], kind)
         # Pad the last chunk to whole blocks, so that it goes to the device directly, too; publish cuts the padding off.
         padded = nbytes + -nbytes % writer.alignment
         buffer[nbytes:padded] = 0
@@ -94,8 +108,9 @@ def _write_in_order(
     num_threads: int,
     meter: Meter | None,
     check: Callable[[bytes], None],
+    kind: DigestKind,
 ) -> bytes:
-    data = OrderedData(sources, pool, num_threads)
+    data = OrderedData(sources, pool, num_threads, kind)
     expected = None
     if not isinstance(header, bytes):
         expected = data.digests()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import xxhash
 
 from holdfast.errors import CorruptError, StorageError
 from holdfast.format import container
@@ -46,14 +45,14 @@ class Sealing:
         assert contents is not None
         if contents.is_of_earlier_boot:
             raise _lost(slot, contents, "was not hashed before this node went down", "No action needed.")
-        digests = []
+        kind, digests = self.stored.manifest.digests, []
         for part in contents.files:
             layout = self.layout(part.file)
             assert (part.data_start, part.nbytes) == (layout.data_start, layout.nbytes), "filled by another manifest"
-            table = digest_blocks(slot.data[part.start + part.data_start : part.stop])
+            table = digest_blocks(slot.data[part.start + part.data_start : part.stop], kind)
             header = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)
             slot.data[part.start : part.start + part.data_start] = header
-            digests.append(xxhash.xxh3_128_hexdigest(table))
+            digests.append(kind.hex(table))
         state = SlotState.HELD if contents.memory_only else SlotState.SEALED
         slot.advance(SlotRecord(state, contents, digests[0], second_digest="".join(digests[1:])))
 
@@ -66,12 +65,18 @@ class Sealing:
         """The entry of the checkpoint's seal for a data file in a sealed slot. Raises `CorruptError` if its header has
         changed since."""
         layout, contents = self.layout(part.file), slot.record.contents
-        table = slot.data[part.start + TABLE_OFFSET :][: 2 * table_nbytes(layout.data_nbytes)].tobytes()
+        nbytes = 2 * table_nbytes(layout.data_nbytes, self.stored.manifest.digests)
+        table = slot.data[part.start + TABLE_OFFSET :][:nbytes].tobytes()
         seal = sealed_file(self.stored.manifest, layout, container.parse_table(table))
         assert contents is not None
         if seal.digest != dict(zip(contents.files, slot.record.digests, strict=False))[part]:
             raise _changed(slot, contents)
         return seal
+
+    def file_seals(self, slot: Slot) -> tuple[FileSeal, ...]:
+        """As `file_seal`, for all data files in a sealed slot."""
+        assert slot.record.contents is not None
+        return tuple(self.file_seal(slot, part) for part in slot.record.contents.files)
 
     def promote(self, slot: Slot) -> None:
         """Make a HELD slot SEALED, unless a trainer has taken it. Its bytes may have lain in memory for hours, so this
@@ -90,9 +95,10 @@ class Sealing:
         """Hash the bytes of a hashed slot again. Raises `CorruptError` if they have changed."""
         contents = slot.record.contents
         assert contents is not None
+        kind = self.stored.manifest.digests
         for part, digest in zip(contents.files, slot.record.digests, strict=False):
-            table = digest_blocks(slot.data[part.start + part.data_start : part.stop])
-            if xxhash.xxh3_128_hexdigest(table) != digest:
+            table = digest_blocks(slot.data[part.start + part.data_start : part.stop], kind)
+            if kind.hex(table) != digest:
                 raise _changed(slot, contents)
 
 
@@ -149,7 +155,8 @@ def _store_file(
     if storage.nbytes(key) is not None:
         return False
     if target.candidate is not None:
-        if target.is_marked:
+        # Somebody without the key may have made the mark of a signed checkpoint: only the bytes here tell.
+        if target.is_marked and not stored.is_signed:
             return False
         await_seal()
         if target.marked(sealing.file_seal(slot, part)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -37,6 +37,9 @@ class Writing:
         self._slots: dict[str, Slot] = {}
         #: By slot name, the seal's entries for the slot's files, without those that storage had already.
         self._files: dict[str, Future[tuple[FileSeal, ...]]] = {}
+        #: Of a signed checkpoint, the entries for all files of each slot, by slot name: whoever may write to storage
+        #: could have made a file that was there already, so its own header must not say what is signed.
+        self._signed: dict[str, tuple[FileSeal, ...]] = {}
         self._committed: Future[bool] | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -121,12 +124,17 @@ class Writing:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
         # up and refilled.
         written = [seal for file in self._files.values() for seal in file.result()]
-        return commit(self._run.result(), self.sealing, written) is not None
+        signed = [seal for seals in self._signed.values() for seal in seals]
+        return commit(self._run.result(), self.sealing, [*written, *signed]) is not None
 
     def _persist(self, slot: Slot, sealed: Future[None] | None) -> tuple[FileSeal, ...]:
         self._run.result()
-        await_seal = (lambda: None) if sealed is None else sealed.result
-        return persist(self._storage, self.sealing, slot, await_seal=await_seal)
+        await_seal: Callable[[], None] = (lambda: None) if sealed is None else sealed.result
+        stored = persist(self._storage, self.sealing, slot, await_seal=await_seal)
+        if self.sealing.stored.is_signed:
+            await_seal()
+            self._signed[slot.name] = self.sealing.file_seals(slot)
+        return stored
 
 
 def _lacks_some(slot: Slot, seals: Sequence[FileSeal]) -> bool:

@@ -13,6 +13,7 @@ from holdfast.checkpointer.events import Event, EventSource
 from holdfast.errors import ConfigurationError
 from holdfast.observing.recording import record_of
 from holdfast.store.base import Location
+from holdfast.store.modes import in_folder, new_folder_mode
 from holdfast.telemetry.event_files import SUFFIX, folder_beside
 
 
@@ -38,12 +39,18 @@ class JsonLines:
                 code="config.events",
                 action="Name a folder: holdfast.observing.JsonLines('/shared/events').",
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.is_dir():
+            folder.mkdir(mode=new_folder_mode(), parents=True, exist_ok=True)
         line = msgspec.json.encode(record_of(event, source)) + b"\n"
         path = folder / f"rank-{source.rank:05d}-{source.process}-{self._token}{SUFFIX}"
         # Opened for each line: the file may be moved away or deleted meanwhile, and few events happen.
-        with path.open("ab", buffering=0) as file:
+        with open(path, "ab", buffering=0, opener=_like_folder) as file:
             written = file.write(line)
             if written < len(line):  # or the next line would begin in the middle of this one
                 file.truncate(file.tell() - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _like_folder(path: str, flags: int) -> int:
+    """Open a file of events, which has the mode of its folder when it is new."""
+    return os.open(path, flags, in_folder(Path(path).parent.stat().st_mode)[1])

@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast.errors import StateError
 from holdfast.format import manifest as fmt
+from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.dtypes import DTYPES
 from holdfast.format.partition import is_too_long
 from holdfast.format.records import Place
@@ -135,9 +136,14 @@ class ManifestTemplate:
     blobs: Sequence[bytes]
     still_files: frozenset[int] = frozenset()
 
+    @property
+    def digests(self) -> DigestKind:
+        """The kind of digests of the checkpoint."""
+        return digests_of(self.table.reader_features)
+
     @staticmethod
-    def of(plan: SavePlan, values: Sequence[RankValues]) -> ManifestTemplate:
-        """The template for `plan`, with space for `values`."""
+    def of(plan: SavePlan, values: Sequence[RankValues], features: Sequence[str] = ()) -> ManifestTemplate:
+        """The template for `plan`, with space for `values`; `features` are further reader features that it needs."""
         tensors = plan.tensors.values()
         files = _PlannedFiles.of(plan, [block.rank for block in values])
         table = _PartitionTable()
@@ -150,7 +156,7 @@ class ManifestTemplate:
         shapes: dict[Shape, int] = {}
         state = fmt.StateTable(
             world_size=len(plan.ranks),
-            reader_features=(fmt.SMALL_LAST, *((fmt.STILL_FILES,) if files.are_still else ())),
+            reader_features=(fmt.SMALL_LAST, *((fmt.STILL_FILES,) if files.are_still else ()), *features),
             names=tuple(plan.tensors),
             dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
             dtype_table=tuple(dtypes),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import xxhash
 from msgspec import UNSET
 
 from holdfast.checkpoint.sealed import Sealed
@@ -30,6 +29,7 @@ from holdfast.io.digest import table_nbytes
 from holdfast.io.reread import stored_digests
 from holdfast.run.history import Run
 from holdfast.run.paths import some
+from holdfast.signing import SIGNED
 from holdfast.store.base import Store
 
 
@@ -40,6 +40,16 @@ class StoredManifest:
     folder: str
     data: bytes
     manifest: DecodedManifest
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the checkpoint is signed."""
+        return SIGNED in self.manifest.body.reader_features
+
+    @property
+    def record_features(self) -> tuple[str, ...]:
+        """The reader features that the seal and the commit of the checkpoint have in common."""
+        return (SIGNED,) if self.is_signed else ()
 
     def key(self, name: str) -> str:
         """The key of file `name` of the checkpoint."""
@@ -170,7 +180,9 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
     key = stored.key(records.SEAL_NAME)
     # A process that finishes the checkpoint and one that gives it up both create the seal's name: only one succeeds.
     if not run.storage.create(key, seal) and (found := run.storage.read(key)) != seal:
-        raise _other_seal(run.storage.path(key), stored, found)
+        if not records.is_same(found, seal, Seal, path=run.storage.path(key)):
+            raise _other_seal(run.storage.path(key), stored, found)
+        seal = found  # another process has signed the same seal with another key
     # Seal before the check: where the folder was removed meanwhile, creating the seal has made the folder anew.
     _check_visible(run, stored)
     commit = Commit(
@@ -178,12 +190,13 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
         step=body.step,
         checkpoint=stored.folder,
         checkpoint_id=body.checkpoint_id,
-        seal=SealDigest(len(seal), records.digest(seal)),
+        seal=SealDigest(len(seal), stored.manifest.digests.hex(seal)),
         nbytes=sum(file.nbytes for file in files),
         referenced_nbytes=sum(file.nbytes for file in files if file.is_referenced) or UNSET,
         created=body.created,
         metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
         diverged=Diverged.of(body.diverged),
+        reader_features=stored.record_features,
     )
     run.publish(commit)
     _release_candidates(run, stored, files)
@@ -252,12 +265,13 @@ def is_abandoned(seal: bytes) -> bool:
 
 def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
     body, listed = stored.manifest.body, tuple(files)
+    references = (records.REFERENCES,) if any(file.is_referenced for file in listed) else ()
     return Seal(
-        reader_features=(records.REFERENCES,) if any(file.is_referenced for file in listed) else (),
+        reader_features=(*stored.record_features, *references),
         checkpoint_id=body.checkpoint_id,
         place=stored.manifest.place,
         step=body.step,
-        manifest=FileSeal(fmt.NAME, len(stored.data), records.digest(stored.data)),
+        manifest=FileSeal(fmt.NAME, len(stored.data), stored.manifest.digests.hex(stored.data)),
         files=listed,
     )
 
@@ -265,10 +279,11 @@ def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
 def sealed_file(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> FileSeal:
     """The entry of the seal for the data file of this `layout` whose block digests are `table`: it depends on nothing
     else, so all finishers of a checkpoint agree which files earlier checkpoints have."""
-    name, digest = manifest.file_name(layout.index), xxhash.xxh3_128_hexdigest(table)
+    name, kind = manifest.file_name(layout.index), manifest.digests
+    digest = kind.hex(table)
     if not manifest.is_still(layout.index):
         return FileSeal(name, layout.nbytes, digest)
-    content = container.content_digest(layout, table)
+    content = container.content_digest(layout, table, kind)
     candidate = manifest.candidates.get(layout.index)
     holder = candidate.checkpoint if candidate is not None and candidate.content == content else UNSET
     return FileSeal(name, layout.nbytes, digest, content, holder)
@@ -298,9 +313,10 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
         reader.close()
     found = header.tobytes()
     # The header must be the one that the manifest gives for the table: that binds the table to this file.
-    table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
-    is_whole = len(table) == table_nbytes(layout.data_nbytes)
-    if not is_whole or found != container.header_in(checkpoint_id, layout, table):
+    kind = stored.manifest.digests
+    size = table_nbytes(layout.data_nbytes, kind)
+    table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * size])
+    if len(table) != size or found != container.header_in(checkpoint_id, layout, table, kind):
         raise _unsound(path, "its header is not the one that the manifest requires", stored)
     sealed = sealed_file(stored.manifest, layout, table)
     if checkpoint_id != stored.manifest.body.checkpoint_id and not sealed.is_referenced:
@@ -311,9 +327,9 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
 def check_data(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
     """As `check_file`, but compares all data, too, with the digests in the file. Reads the file once."""
     seal = check_file(storage, stored, layout)
-    key, nbytes = stored.key(seal.name), layout.data_nbytes
-    table, _ = stored_digests(storage, key, data_start=layout.data_start, data_nbytes=nbytes)
-    if xxhash.xxh3_128_hexdigest(table) != seal.digest:
+    key, nbytes, kind = stored.key(seal.name), layout.data_nbytes, stored.manifest.digests
+    table, _ = stored_digests(storage, key, data_start=layout.data_start, data_nbytes=nbytes, kind=kind)
+    if kind.hex(table) != seal.digest:
         raise _unsound(storage.path(key), "its data does not match its digests", stored)
     return seal
 

@@ -25,6 +25,7 @@ import msgspec
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import ConfigurationError, CorruptError, FencedError, NotFoundError
 from holdfast.format import records
+from holdfast.format.digests import digests_of
 from holdfast.format.records import Commit, Epoch, Fork, Marker, Place, Record, Seal, Why
 from holdfast.format.tombstones import removed_key
 from holdfast.run.committed_places import FIRST_NAMES, History
@@ -299,7 +300,7 @@ class Run:
         if self.storage.create(key, data):
             return
         existing = self.storage.read(key)
-        if existing != data:
+        if existing != data and not records.is_same(existing, data, Commit, path=self.storage.path(key)):
             theirs = records.decode(existing, Commit, path=self.storage.path(key))
             what = f"place {commit.place} holds another checkpoint already ('{theirs.checkpoint}')"
             raise self._fenced("fenced.place_taken", what)
@@ -312,11 +313,14 @@ class Run:
             data = self.storage.read(key, limit=records.MAX_SEAL_NBYTES)
         except NotFoundError as error:
             raise _bad_seal(self.storage.path(key), commit, "is missing") from error
-        if (len(data), records.digest(data)) != (commit.seal.nbytes, commit.seal.digest):
+        digest = digests_of(commit.reader_features).hex(data)
+        if (len(data), digest) != (commit.seal.nbytes, commit.seal.digest):
             raise _bad_seal(self.storage.path(key), commit, "is not the seal that its commit names")
         seal = records.decode(data, Seal, path=self.storage.path(key))
         if (seal.place, seal.step, seal.checkpoint_id) != (commit.place, commit.step, commit.checkpoint_id):
             raise _bad_seal(self.storage.path(key), commit, f"is the seal of place {seal.place}, step {seal.step}")
+        if digests_of(seal.reader_features) is not digests_of(commit.reader_features):
+            raise _bad_seal(self.storage.path(key), commit, "is signed as its commit is not, or the other way round")
         return Sealed(self.storage, prefix, seal, self.run_id, commit)
 
     def _proven(self, newest: int | None, history: History) -> int | None:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from holdfast.errors import CorruptError, IncompatibleError, NotFoundError
 from holdfast.format import records
+from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.manifest import Candidate
 from holdfast.format.records import CHECKPOINTS, FileSeal, Place
 from holdfast.format.reference_records import REFERENCES, Reference, ReferenceName, parse_reference_name
@@ -36,14 +37,17 @@ from holdfast.run.quarantine import in_quarantine
 from holdfast.store.base import Store
 
 
-def candidates_for(run: Run, files: Collection[int], *, place: Place, folder: str) -> tuple[Candidate, ...]:
+def candidates_for(
+    run: Run, files: Collection[int], *, place: Place, folder: str, digests: DigestKind
+) -> tuple[Candidate, ...]:
     """The still files of earlier checkpoints that the data files with the numbers `files` may turn out to equal, for
-    the new checkpoint at `place` in `folder`: those of the head. From then on, deletions keep them for it.
+    the new checkpoint at `place` in `folder`: those of the head. From then on, deletions keep them for it. `digests` is
+    the kind of the new checkpoint: where the head has another one, no file of it can be equal.
 
     Call it before the manifest is published. Some requests where there are `files`, else none.
     """
     head = _head_files(run) if files else None
-    if head is None or head.place in in_quarantine(run.storage):
+    if head is None or head.digests is not digests or head.place in in_quarantine(run.storage):
         return ()
     kept = _kept_for(run, head)
     found = tuple(
@@ -94,11 +98,12 @@ def delete_references_of(run: Run, folder: str) -> None:
 
 
 class _HeadFiles(NamedTuple):
-    """The head's place, folder and data files."""
+    """The head's place, folder, data files and kind of digests."""
 
     place: Place
     folder: str
     files: Sequence[FileSeal]
+    digests: DigestKind
 
 
 def _head_files(run: Run) -> _HeadFiles | None:
@@ -106,7 +111,8 @@ def _head_files(run: Run) -> _HeadFiles | None:
     with suppress(CorruptError, NotFoundError, IncompatibleError):
         head = run.head()
         if head is not None:
-            return _HeadFiles(head.place, head.checkpoint, run.locate(head).seal.files)
+            seal = run.locate(head).seal
+            return _HeadFiles(head.place, head.checkpoint, seal.files, digests_of(seal.reader_features))
     return None
 
 

@@ -88,7 +88,9 @@ class Retention:
         epoch = run.newest_epoch() or 0
         lineage = list(self._lineage(run))
         holds, shut = Holds.of(run.storage), in_quarantine(run.storage)
-        facts = [_facts(commit, holds, is_quarantined=commit.place in shut) for commit in lineage]
+        facts = [
+            facts_of(commit, holds.reasons(commit.place), is_quarantined=commit.place in shut) for commit in lineage
+        ]
         self._commits = {commit.place: commit for commit in lineage}
         verified = self._newest_verified(run, [commit for commit in lineage if commit.place not in shut])
         decision = decide(self._policy, facts, verified=verified, now=time.time())
@@ -209,8 +211,8 @@ def _is_whole(run: Run, commit: Commit) -> bool:
         return False
 
 
-def _facts(commit: Commit, holds: Holds, *, is_quarantined: bool) -> CheckpointFacts:
+def facts_of(commit: Commit, held: tuple[str, ...] = (), *, is_quarantined: bool = False) -> CheckpointFacts:
+    """The facts about a committed checkpoint, for a policy; `held` are the reasons why it stays."""
     metrics = {name: float(value) for name, value in commit.metrics.items()}
-    reasons = holds.reasons(commit.place)
     nbytes = commit.nbytes - commit.num_referenced_bytes
-    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, reasons, is_quarantined)
+    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, held, is_quarantined)

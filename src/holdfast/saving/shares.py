@@ -91,7 +91,7 @@ def _marked(target: StoredFile, sources: Sequence[Source], during: During) -> Fi
 
     def digests() -> bytes:
         with pipeline_pool() as pool:
-            return OrderedData(sources, pool, NUM_THREADS).digests()
+            return OrderedData(sources, pool, NUM_THREADS, target.manifest.digests).digests()
 
     table = target.storage.limit.run("hash", target.path, digests, meanwhile=during.call, every_s=during.every_s)
     seal = sealed_file(target.manifest, target.layout, table)
@@ -113,6 +113,7 @@ def _written(
                 header=lambda table: container.header(target.manifest, layout, table),
                 pool=pool,
                 meter=meter,
+                kind=target.manifest.digests,
             )
 
     table = storage.limit.run(

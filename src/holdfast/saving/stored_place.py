@@ -29,7 +29,9 @@ class StoredPlace:
         """Take the next place of the run and publish the manifest of the checkpoint there."""
         self._run, identity = self._request.take_place(world_size=self._num_ranks)
         folder, draft = records.folder_name(identity.step, identity.checkpoint_id), agreed.memory.draft
-        references = candidates_for(self._run, draft.still_files, place=identity.place, folder=folder)
+        references = candidates_for(
+            self._run, draft.still_files, place=identity.place, folder=folder, digests=draft.digests
+        )
         self._manifest = draft.encode(identity, agreed.diverged, references)
         key = records.checkpoint_key(folder, fmt.NAME)
         self._request.storage.create(key, self._manifest)

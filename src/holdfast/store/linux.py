@@ -58,14 +58,18 @@ def rename_without_replace(source: str, target: str) -> bool:
 
 
 def reserve(descriptor: int, nbytes: int) -> None:
-    """Reserve `nbytes` of space for a file, where the file system can; else do nothing.
+    """Reserve `nbytes` of space for a file, where the file system can; else only compare with the free space.
 
     (``posix_fallocate`` would write to every block where the file system cannot.)
     """
     failed = errno.EINTR if nbytes else 0
     while failed == errno.EINTR:
         failed = _call("fallocate", descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
-    if failed not in (0, errno.EOPNOTSUPP, errno.ENOSYS):
+    if failed in (errno.EOPNOTSUPP, errno.ENOSYS):
+        space = os.fstatvfs(descriptor)
+        # `f_bfree` has the blocks that only root may use; a file system that does not know its size has no blocks.
+        failed = errno.ENOSPC if space.f_blocks and nbytes > space.f_bfree * space.f_frsize else 0
+    if failed:
         raise OSError(failed, os.strerror(failed))
 
 

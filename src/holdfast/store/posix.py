@@ -21,6 +21,7 @@ from contextlib import suppress
 
 from holdfast.store.base import Bytes, Capabilities, Location
 from holdfast.store.linux import ALIGNMENT, is_local, open_direct, read_no_more, rename_without_replace, reserve
+from holdfast.store.modes import PRIVATE, in_folder, new_folder_mode
 from holdfast.store.posix_errors import exists, long, not_found, reported, short, unfenced
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class PosixStore:
     Objects are created once and never changed. `create` and `FileWriter.publish` return when the object and the
     entries of all folders down to it are durable. Keys are relative names without ``.``, ``..``, empty or
     temporary components; anything else is a ValueError.
+
+    What is created has the mode of the root (`holdfast.store.modes`); a new root is private.
     """
 
     capabilities = Capabilities(is_mappable=True)
@@ -48,6 +51,8 @@ class PosixStore:
         self.location = Location(root)
         self._root = os.path.abspath(root)
         self._durable_folders: set[str] = set()
+        #: The modes of new folders and files; known once the root exists.
+        self._modes = in_folder(PRIVATE)
 
     def resolved(self) -> str:
         """The path of the root, with its current links resolved."""
@@ -108,7 +113,7 @@ class PosixStore:
         temporary = _temporary_beside(path)
         with reported("create", path, nbytes=len(data)):
             try:
-                with open(temporary, "xb") as file:
+                with open(temporary, "xb", opener=self._opened) as file:
                     _show_life(file.fileno())
                     file.write(data)
                     file.flush()
@@ -121,7 +126,7 @@ class PosixStore:
 
     def writer(self, key: str, *, nbytes: int) -> PosixWriter:
         """Begin an object of `nbytes`. Raises `StorageError`, code ``storage.full``, where the disk lacks the space."""
-        return PosixWriter(self._path_to_create(key), nbytes=nbytes)
+        return PosixWriter(self._path_to_create(key), nbytes=nbytes, mode=self._modes[1])
 
     def reader(self, key: str) -> PosixReader:
         """Open an object for positional reads."""
@@ -156,6 +161,9 @@ class PosixStore:
         temporary = (name for name in _names(folder) if name.startswith(TEMPORARY_PREFIX))
         return sorted(name for name in temporary if _is_abandoned(os.path.join(folder, name), older_than_s))
 
+    def _opened(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC, self._modes[1])
+
     def _path_to_create(self, key: str) -> str:
         path = self.path(key)
         with reported("create", path):
@@ -176,8 +184,12 @@ class PosixStore:
             self._make_folder(parent)
         existed = os.path.isdir(folder)
         if not existed:
+            # Folders above the root belong to no run: the umask alone decides on them.
+            mode = self._modes[0] if below_root else new_folder_mode() if folder == self._root else 0o777
             with suppress(FileExistsError):
-                os.mkdir(folder)
+                os.mkdir(folder, mode)
+        if folder == self._root:
+            self._modes = in_folder(os.stat(folder).st_mode)
         try:
             _fsync_folder(parent)
         except PermissionError:
@@ -235,10 +247,10 @@ class PosixWriter(_OpenFile):
 
     in_order = False
 
-    def __init__(self, path: str, *, nbytes: int) -> None:
+    def __init__(self, path: str, *, nbytes: int, mode: int) -> None:
         self._temporary = _temporary_beside(path)
         with reported("create", path, nbytes=nbytes):
-            descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
             try:
                 _show_life(descriptor)
                 # Reserve the padding of the last block, too: a write that grows the file would serialise the others.

@@ -26,8 +26,8 @@ _TRANSIENT = frozenset(
         errno.ECONNRESET,
     }
 )
-
-
+#: The operations that only read.
+_READS = frozenset({"read", "open", "list", "look at"})
 #: Most inodes that the creation of an object takes: its file, and on some file systems its second name.
 _NUM_INODES = 2
 
@@ -49,6 +49,8 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
         reason += _space(os.path.dirname(path), nbytes)
     elif error.errno in _DENIED:
         code, action = "storage.denied", "Give this user write access, or use another place."
+        if operation in _READS:
+            action = "Ask its owner for access: a run is private unless its folder has a wider mode (chmod)."
     elif error.errno in _VANISHED:
         obstacle = in_the_way(path)
         if obstacle is not None:

@@ -14,7 +14,7 @@ from holdfast.checkpoint.stored_state import StoredState
 from holdfast.format.container import BLOCK_NBYTES, Entry, FileLayout
 from holdfast.geometry import Box, FlatRange, flat_boxes
 from holdfast.io.buffers import BufferPool
-from holdfast.io.digest import first_bad_block
+from holdfast.io.digest import bad_blocks
 from holdfast.io.jobs import DataFile
 from holdfast.store.base import Bytes
 from holdfast.view.source import ViewSource
@@ -144,7 +144,7 @@ class _Front:
         data = buffer[: min(file.data_nbytes - start, len(buffer))]
         file.reader.read_at(file.data_start + start, data)
         if file.table is not None:
-            bad_block = first_bad_block(data, file.table, first=start // BLOCK_NBYTES)
-            if bad_block is not None:
-                raise self._checkpoint.corrupt_block(file, bad_block)
+            bad = bad_blocks(data, file.table, first=start // BLOCK_NBYTES, kind=file.digests)
+            if bad:
+                raise self._checkpoint.corrupt_block(file, bad[0])
         return data
