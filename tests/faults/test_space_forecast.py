@@ -49,8 +49,9 @@ def test_a_loop_without_keep_is_told_once_when_its_disk_will_be_full(
     train(run, 3, None)
     (text,) = warnings(caplog)
     size = holdfast.ls(run)[0].nbytes
-    # The second save may be under way when the look after the first commit counts, and may have taken its space or not.
-    assert re.match(f"the disk of '{run}' will be full after [34] more saves: a checkpoint takes {size:,} bytes", text)
+    # A save may be under way when a look counts, and may have taken its space or not: the number may be one too large.
+    # It fits four times when the first save is under way, three times when the second one is.
+    assert re.match(f"the disk of '{run}' will be full after [345] more saves: a checkpoint takes {size:,} bytes", text)
     assert "has no `keep`" in text
     assert "holdfast prune" in text
 

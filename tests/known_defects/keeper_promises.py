@@ -372,11 +372,10 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing trusts all
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
         "keeper/writing.py",
-        "for seal in file.result()]\n        return commit",
-        "for seal in file.result()]\n"
+        "        return commit(self._run",
         "        slots = self._slots.values()\n"
-        "        written = [self.sealing.file_seal(slot, slot.record.contents.files[0]) for slot in slots]\n"
-        "        return commit",
+        "        written = [seal for slot in slots for seal in self.sealing.file_seals(slot)]\n"
+        "        return commit(self._run",
     ),
     Mutation(  # slot one cell
         "node_memory/test_slots.py::test_a_record_that_was_half_written_is_none_and_the_one_before_holds",
@@ -417,7 +416,13 @@ KEEPER_MUTATIONS = [
     Mutation(  # a file that somebody put into storage is signed
         "keeper/test_signed_slots.py::test_a_file_that_somebody_created_first_is_not_signed",
         "keeper/writing.py",
-        "[*written, *self._signed.values()]",
+        "[*written, *signed]",
         "written",
+    ),
+    Mutation(  # a mark that somebody put into storage is believed
+        "keeper/test_signed_slots.py::test_a_mark_that_somebody_created_first_is_not_believed",
+        "keeper/persist.py",
+        "target.is_marked and not stored.is_signed",
+        "target.is_marked",
     ),
 ]
