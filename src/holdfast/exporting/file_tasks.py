@@ -36,7 +36,7 @@ RECORD_NAME: Final = "holdfast-export.json"
 _RECORD_PREFIX: Final = "holdfast-export-"
 #: Bytes of a new file that are put together at once, by each of the writer's threads. Each window opens the files that
 #: it reads, and plans its reads: in windows half as large, that takes a tenth of the time of an export.
-WINDOW_NBYTES: Final = 64 * BLOCK_NBYTES
+WINDOW_NBYTES: Final = 48 * BLOCK_NBYTES
 #: A task has one file, or small ones one after another of so many bytes: neighbours share stored blocks.
 _TASK_NBYTES: Final = 256 << 20
 #: A record has one file, or small ones one after another of so many bytes: a record takes some milliseconds.

@@ -21,6 +21,9 @@ BUFFER_NBYTES = 2 * BLOCK_NBYTES
 IN_ORDER_NBYTES = 64 << 20
 #: Number of threads of a pipeline: while one copies and hashes, the others wait for the device.
 NUM_THREADS = 3
+#: Number of small files that are written at the same time. Each thread waits for the device more often than one of a
+#: pipeline does: for its reads, then for its write, then until the file is durable.
+NUM_SMALL_FILES = 5
 
 
 class BufferPool:
@@ -105,8 +108,8 @@ class WindowPools(NamedTuple):
 def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
     """Pools with windows of `window_nbytes`, for the duration of a ``with`` block."""
     with (
-        BufferPool(NUM_THREADS * window_nbytes, buffer_nbytes=window_nbytes) as windows,
-        pipeline_pool() as reads,
+        BufferPool(NUM_SMALL_FILES * window_nbytes, buffer_nbytes=window_nbytes) as windows,
+        BufferPool(NUM_SMALL_FILES * BUFFER_NBYTES) as reads,
     ):
         yield WindowPools(windows, reads)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Protocol, TypeVar
 
-from holdfast.io.buffers import NUM_THREADS, run_threads
+from holdfast.io.buffers import NUM_SMALL_FILES, run_threads
 
 T = TypeVar("T", bound="_PathsOfTask")
 S = TypeVar("S")
@@ -39,7 +39,7 @@ def write_side_by_side(
     the first error, when no task runs any more.
     """
     for are_small, group in groupby(tasks, key=lambda task: len(task.paths) > 1):
-        _write_some(list(group), write, NUM_THREADS if are_small else 1, finished, advance)
+        _write_some(list(group), write, NUM_SMALL_FILES if are_small else 1, finished, advance)
 
 
 def _write_some(
