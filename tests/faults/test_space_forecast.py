@@ -50,8 +50,8 @@ def test_a_loop_without_keep_is_told_once_when_its_disk_will_be_full(
     (text,) = warnings(caplog)
     size = holdfast.ls(run)[0].nbytes
     # A save may be under way when a look counts, and may have taken its space or not: the number may be one too large.
-    # It fits four times when the first save is under way, three times when the second one is.
-    assert re.match(f"the disk of '{run}' will be full after [345] more saves: a checkpoint takes {size:,} bytes", text)
+    # Four fit before the first save, and two after the second one; rounds that come late are one round.
+    assert re.match(f"the disk of '{run}' will be full after [2-5] more saves: a checkpoint takes {size:,} bytes", text)
     assert "has no `keep`" in text
     assert "holdfast prune" in text
 
