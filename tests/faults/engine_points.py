@@ -30,19 +30,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 from unittest.mock import patch
 
 import torch
-import xxhash
 
 from holdfast.control.channel import Channel
 from holdfast.format.container import ALIGNMENT
-from holdfast.io import digest
+from holdfast.format.digests import DigestKind
+from holdfast.io.digest import digest_blocks
+from holdfast.keeper import persist
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotRecord
+from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixWriter
 from tests.faults import crash_points
 
@@ -212,21 +214,6 @@ class _Points(crash_points.Trace):
         self._log.tell(self._who, "went on", point=deed.point)
 
 
-class _CountedXxhash:
-    """The module `xxhash`, whose digests of blocks are points."""
-
-    def __init__(self, points: _Points) -> None:
-        self._points = points
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(xxhash, name)
-
-    def xxh3_128_digest(self, data: memoryview) -> bytes:
-        found = xxhash.xxh3_128_digest(data)
-        self._points.reach("hash")
-        return found
-
-
 @contextmanager
 def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
     """Within the block this process, called `who`, does its part of `deeds`."""
@@ -236,7 +223,7 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
         if who == "keeper":
             write_at = PosixWriter.write_at
             stack.enter_context(crash_points.traced(points))
-            stack.enter_context(patch.object(digest, "xxhash", _CountedXxhash(points)))
+            stack.enter_context(patch.object(persist, "digest_blocks", _digest_blocks(points)))
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
         else:
             stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
@@ -244,6 +231,18 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
             stack.enter_context(patch.object(NodeFolder, "rename", _rename(points)))
             stack.enter_context(patch.object(torch, "_foreach_copy_", _foreach_copy(points)))
         yield
+
+
+def _digest_blocks(points: _Points) -> Callable[[Bytes, DigestKind], bytes]:
+    def traced_blocks(data: Bytes, kind: DigestKind) -> bytes:
+        def of(block: bytes | memoryview) -> bytes:
+            found = kind.of(block)
+            points.reach("hash")
+            return found
+
+        return digest_blocks(data, replace(kind, of=of))
+
+    return traced_blocks
 
 
 def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
