@@ -12,15 +12,18 @@ import numpy as np
 import xxhash
 
 from holdfast.errors import CorruptError, StorageError
-from holdfast.format import container, records
+from holdfast.format import container
 from holdfast.format import manifest as fmt
-from holdfast.format.container import Files
+from holdfast.format.container import FileLayout, Files
 from holdfast.format.records import Commit, FileSeal
+from holdfast.io.buffers import pipeline_pool
 from holdfast.io.digest import digest_blocks
-from holdfast.io.writer import write_memory
+from holdfast.io.sources import OpenFileSource
+from holdfast.io.writer import write_file, write_memory
+from holdfast.node_disk.disk_folder import NODE_DISK, DiskPart
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
-from holdfast.run.complete import StoredManifest, finish, missing_files
+from holdfast.run.complete import StoredManifest, check_file, finish, missing_files
 from holdfast.run.history import Run
 from holdfast.store.base import Bytes
 from holdfast.store.timed import TimedStore
@@ -35,6 +38,10 @@ class Sealing:
             generation.folder, generation.manifest, fmt.decode(generation.manifest, path=generation.folder)
         )
         self._files = Files(self.stored.manifest)
+
+    def layout(self, number: int) -> FileLayout:
+        """The layout of data file `number`."""
+        return self._files.layout(number)
 
     def seal(self, slot: Slot) -> None:
         """Hash the staged bytes of `slot`, write the header before them, and make the slot SEALED: from then on its
@@ -107,13 +114,10 @@ def persist(
     `await_seal` has returned; where the store writes in order, all of it after that. Raises `StorageError` when the
     store fails.
     """
-    stored, contents = sealing.stored, slot.record.contents
+    contents = slot.record.contents
     assert contents is not None
-    key = records.checkpoint_key(stored.folder, fmt.file_name(contents.file))
-    if storage.nbytes(key) is not None:
-        return False
 
-    def write() -> None:
+    def write(key: str) -> None:
         write_memory(
             storage.limit.direct_writer(storage, key, nbytes=contents.nbytes),
             slot.data,
@@ -122,13 +126,71 @@ def persist(
             await_head=await_seal,
         )
 
+    return _create(storage, sealing, fmt.file_name(contents.file), write)
+
+
+def copy_from_disk(storage: TimedStore, sealing: Sealing, part: DiskPart, number: int) -> FileSeal | None:
+    """Copy data file `number` from the disk of the node to storage; it is durable on return. Returns its entry in the
+    checkpoint's seal; None where storage has the file already, and nothing is done.
+
+    The bytes may have lain on the disk for days, so the whole file is verified before it appears in storage. Raises
+    `CorruptError` where it is not what was sealed, and `StorageError` when a store fails.
+    """
+    layout = sealing.layout(number)
+    found: list[FileSeal] = []
+
+    def write(key: str) -> None:
+        seal = check_file(part.store, sealing.stored, layout)
+        reader = storage.limit.direct_reader(part.store, part.key(seal.name))
+        try:
+            head = np.empty(layout.data_start, np.uint8)
+            reader.read_at(0, head)
+
+            def verified(table: bytes) -> bytes:
+                if xxhash.xxh3_128_hexdigest(table) != seal.digest:
+                    raise _damaged(part, seal.name)
+                return head.tobytes()
+
+            with pipeline_pool() as pool:
+                write_file(
+                    storage.limit.direct_writer(storage, key, nbytes=seal.nbytes),
+                    [OpenFileSource(reader, layout.data_start)],
+                    data_start=layout.data_start,
+                    header=verified,
+                    pool=pool,
+                    in_order=storage.capabilities.in_order,
+                )
+        finally:
+            reader.close()
+        found.append(seal)
+
+    return found[0] if _create(storage, sealing, fmt.file_name(number), write) else None
+
+
+def _create(storage: TimedStore, sealing: Sealing, name: str, write: Callable[[str], None]) -> bool:
+    """Let `write` create file `name` of the checkpoint in storage, unless it is there. Returns whether it did."""
+    key = sealing.stored.key(name)
+    if storage.nbytes(key) is not None:
+        return False
     try:
-        storage.limit.run("write", storage.path(key), write)
+        storage.limit.run("write", storage.path(key), lambda: write(key))
     except StorageError as error:
-        if error.code != "storage.exists":  # another keeper of the same slot was there first
+        if error.code != "storage.exists":  # another keeper of the same file was there first
             raise
         return False
     return True
+
+
+def _damaged(part: DiskPart, name: str) -> CorruptError:
+    path = part.store.path(part.key(name))
+    return CorruptError(
+        f"{path} has changed on the disk of this node since it was written there.",
+        code="corrupt.file",
+        action="Check that disk. Holdfast uses another copy, or an older checkpoint.",
+        path=path,
+        step=part.generation.step,
+        tier=NODE_DISK,
+    )
 
 
 def file_seal(slot: Slot) -> FileSeal:

@@ -1,15 +1,20 @@
-"""The writing of one generation to storage: its files in parallel, and when all are there, its commit."""
+"""The writing of one generation to storage: its files in parallel, and when all are there, its commit.
+
+This node has a file in a slot of its memory, or on its disk; both kinds are written alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from holdfast.errors import FencedError
-from holdfast.format.records import FileSeal
-from holdfast.keeper.persist import Sealing, commit, file_seal, persist, publish_manifest
+from holdfast.format.records import SEAL_NAME, FileSeal
+from holdfast.keeper.persist import Sealing, commit, copy_from_disk, file_seal, persist, publish_manifest
+from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
@@ -19,12 +24,60 @@ from holdfast.store.urls import open_store
 _STORE_TIMEOUT_S: Final = 600.0
 
 
+class KeptFile(Protocol):
+    """A data file that this node has, and that storage is to get."""
+
+    @property
+    def name(self) -> str:
+        """A name that no other file of the keeper has."""
+
+    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+        """Write the file to storage, durably, and return its entry in the checkpoint's seal; None where storage has it
+        already. Raises `StorageError` when the store fails."""
+
+
+@dataclass(frozen=True)
+class SlotFile:
+    """A data file in a slot. `sealed` is done when the slot is sealed (None: it is sealed)."""
+
+    slot: Slot
+    sealed: Future[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the slot."""
+        return self.slot.name
+
+    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+        """As `KeptFile.write`; waits until the slot is sealed."""
+        await_seal = (lambda: None) if self.sealed is None else self.sealed.result
+        return file_seal(self.slot) if persist(storage, sealing, self.slot, await_seal=await_seal) else None
+
+
+@dataclass(frozen=True)
+class DiskFile:
+    """Data file `number` of a checkpoint, on the disk of the node."""
+
+    part: DiskPart
+    number: int
+
+    @property
+    def name(self) -> str:
+        """The path of the file."""
+        return self.part.store.path(self.part.key(str(self.number)))
+
+    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+        """As `KeptFile.write`. Raises `CorruptError` where the file is damaged."""
+        return copy_from_disk(storage, sealing, self.part, self.number)
+
+
 class Writing:
-    """The writing of one generation's slots, by the threads of `pool`. Only one thread uses it, and asks `is_over`
+    """The writing of one generation's files, by the threads of `pool`. Only one thread uses it, and asks `is_over`
     instead of waiting.
 
-    Slots join as they are staged. When all joined slots are written, it tries to commit. While files are missing,
-    because other nodes write them or ranks of this node have not staged them yet, `join` or `retry` make it try again.
+    Files join as their slots are staged. When all joined files are written, it tries to commit. While files are
+    missing, because other nodes write them or ranks of this node have not staged them yet, `join` or `retry` make it
+    try again.
     """
 
     def __init__(self, sealing: Sealing, pool: ThreadPoolExecutor) -> None:
@@ -33,46 +86,47 @@ class Writing:
         self._stack = ExitStack()
         storage = TimedStore(open_store(sealing.generation.location), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
-        self._slots: dict[str, Slot] = {}
-        #: By slot name, the seal's entry for the slot's file; None where storage had the file already.
+        self._joined: dict[str, KeptFile] = {}
+        #: By name, the seal's entry for the file; None where storage had the file already.
         self._files: dict[str, Future[FileSeal | None]] = {}
         self._committed: Future[bool] | None = None
+        #: The seal of the committed checkpoint, if any of the joined files lies on the disk of the node.
+        self.seal: bytes | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
     @property
     def names(self) -> Iterable[str]:
-        """The names of the joined slots."""
-        return self._slots
+        """The names of the joined files."""
+        return self._joined
 
     @property
     def slots(self) -> Iterable[Slot]:
-        """The joined slots."""
-        return self._slots.values()
+        """The slots of the joined files that lie in memory."""
+        return [file.slot for file in self._joined.values() if isinstance(file, SlotFile)]
 
     @property
     def pending(self) -> Sequence[Future[Any]]:
         """The futures to wait for before there is more to do."""
         return list(self._files.values()) if self._committed is None else [self._committed]
 
-    def join(self, slot: Slot, sealed: Future[None] | None) -> bool:
-        """Write this slot too. `sealed` is done when the slot is sealed (None: it is sealed). Returns False, and does
-        nothing, where the slot has joined already or a commit is being tried."""
-        if slot.name in self._slots or (self._committed is not None and not self._committed.done()):
+    def join(self, file: KeptFile) -> bool:
+        """Write this file too. Returns False, and does nothing, where it has joined already or a commit is being
+        tried."""
+        if file.name in self._joined or (self._committed is not None and not self._committed.done()):
             return False
-        self._slots[slot.name] = slot
-        self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
+        self._joined[file.name] = file
+        self._files[file.name] = self._pool.submit(self._write, file)
         self._committed = None
         return True
 
-    def retry(self, slots: Mapping[Slot, Future[None] | None]) -> None:
+    def retry(self, files: Iterable[KeptFile]) -> None:
         """Make `is_over` try the commit again: by now other nodes may have written the missing files. Where storage
-        already had the file of one of `slots`, the file may be gone by now: this writes it again if so. Each of `slots`
-        comes with the future that is done when it is sealed."""
+        already had one of `files`, it may be gone by now: this writes it again if so."""
         self._committed = None
-        for slot, sealed in slots.items():
-            file = self._files.get(slot.name)
-            if file is not None and file.done() and file.exception() is None and file.result() is None:
-                self._files[slot.name] = self._pool.submit(self._persist, slot, sealed)
+        for file in files:
+            written = self._files.get(file.name)
+            if written is not None and written.done() and written.exception() is None and written.result() is None:
+                self._files[file.name] = self._pool.submit(self._write, file)
 
     def is_over(self) -> bool:
         """Start the commit once all files are written. Returns whether the commit is over too, or a file has failed."""
@@ -108,12 +162,16 @@ class Writing:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
         # up and refilled.
         written = [seal for file in self._files.values() if (seal := file.result()) is not None]
-        return commit(self._run.result(), self.sealing, written) is not None
+        run = self._run.result()
+        if commit(run, self.sealing, written) is None:
+            return False
+        if any(isinstance(file, DiskFile) for file in self._joined.values()):
+            self.seal = run.storage.read(self.sealing.stored.key(SEAL_NAME))
+        return True
 
-    def _persist(self, slot: Slot, sealed: Future[None] | None) -> FileSeal | None:
+    def _write(self, file: KeptFile) -> FileSeal | None:
         self._run.result()
-        await_seal = (lambda: None) if sealed is None else sealed.result
-        return file_seal(slot) if persist(self._storage, self.sealing, slot, await_seal=await_seal) else None
+        return file.write(self._storage, self.sealing)
 
 
 def _replaced(run: Run) -> FencedError:
