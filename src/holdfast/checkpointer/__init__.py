@@ -34,11 +34,12 @@ from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.loop_rules import suspect
-from holdfast.checkpointer.memory_option import Memory, own_node_dir
+from holdfast.checkpointer.memory_option import Memory, NodeDirs, own_node_dir
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
-from holdfast.checkpointer.option_checks import check_options
+from holdfast.checkpointer.open_saves import OpenSaves
+from holdfast.checkpointer.option_checks import check_options, checked_disk
 from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
@@ -91,7 +92,9 @@ class Checkpointer:
     run without checkpoints begins with, at step 0, or at the step after it (`fork`). `max_resumes` is the limit for
     jobs in a row that resume one checkpoint and commit no newer one (default: none).
     `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and
-    restored. The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
+    restored. `local` is a folder on a disk of each node: the keeper makes a save durable there before it brings it to
+    the run, so a slow or absent store does not stop saves, and a restore on the same nodes finds it there. The
+    `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
     training does not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
@@ -103,6 +106,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         memory: Memory | None = Memory(),  # noqa: B008 - a frozen value
+        local: str | os.PathLike[str] | None = None,
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,
@@ -135,6 +139,7 @@ class Checkpointer:
         self._select = select
         self._globs = None if select is None else Globs(select)
         self._memory = memory
+        self._disk = checked_disk(local, memory=memory, takeover=takeover)
         self._group = group
         self._takeover = takeover
         self._when_full = when_full
@@ -145,7 +150,7 @@ class Checkpointer:
         self._tier: MemoryTier | None = None
         self._is_closed = False
         self._turn = turn_in(self._run)
-        self._handles: list[Handle] = []
+        self._saves = OpenSaves()
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
@@ -212,7 +217,7 @@ class Checkpointer:
             self._save(machine, metrics)
             machine.give_back(time.monotonic() - begun_s)
             if not handle.skipped:
-                self._handles.append(handle)
+                self._saves.add(handle)
             # A skipped save to memory alone is not tried again at once: there will be a next one.
             if self._loop is not None and (memory_only or not handle.skipped):
                 self._loop.saved(begun_s, memory_only=memory_only)
@@ -220,7 +225,7 @@ class Checkpointer:
 
     def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
         save = partial(self._save_once, machine, numbers_of(metrics))
-        self._forget_ended()
+        self._saves.forget_ended()
         try:
             once_it_fits(save, self._pruning, step=machine.step, group=self._group, timeout_s=self._limit_s)
         except HoldfastError as error:
@@ -291,7 +296,7 @@ class Checkpointer:
                 restored = restore(
                     self._run,
                     self._state,
-                    node_dir=None if self._memory is None else own_node_dir(self._memory, self._run, self._takeover),
+                    node=None if tier is None else tier.node,
                     select=self._select,
                     group=self._group,
                     verify=verify,
@@ -372,7 +377,7 @@ class Checkpointer:
             _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
             return None
         finally:
-            self._observers.step_begins(is_saving=self._is_saving)
+            self._observers.step_begins(is_saving=self._saves.are_under_way)
 
     @property
     def preempted(self) -> bool:
@@ -430,8 +435,7 @@ class Checkpointer:
             warn_of_loss(error)
 
     def _wait(self, timeout_s: float) -> None:
-        for handle in tuple(self._handles):  # the handler of a signal may save meanwhile
-            handle.wait_for_end(timeout_s, may_be_fenced=self._takeover == "always")
+        self._saves.wait(timeout_s, may_be_fenced=self._takeover == "always")
 
     @outer(CHECKPOINTER_CLOSE)
     def close(self) -> None:
@@ -488,7 +492,7 @@ class Checkpointer:
         self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
-        self._forget_ended()
+        self._saves.forget_ended()
         self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
         self._observers.close(is_early=True)
@@ -542,8 +546,8 @@ class Checkpointer:
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
         if self._tier is None and self._memory is not None:
-            node_dir = own_node_dir(self._memory, self._run, self._takeover)
-            self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=self._memory.generations)
+            node = NodeDirs(own_node_dir(self._memory, self._run, self._takeover), self._disk)
+            self._tier = tier_for(self, self._run, node, rank=global_rank(), num_slots=self._memory.generations)
         return self._tier
 
     def _let_go(self, *, patience_s: float | None = None) -> None:
@@ -552,14 +556,6 @@ class Checkpointer:
         if self._tier is not None and self._tier.join(patience_s):
             self._tier.leave(self)
             self._tier = None
-
-    def _is_saving(self) -> bool:
-        return any(not handle.durable.is_over for handle in self._handles)
-
-    def _forget_ended(self) -> None:
-        """Forget the handles of saves that have become durable or have failed."""
-        for handle in [handle for handle in self._handles if handle.durable.is_over]:
-            self._handles.remove(handle)
 
     @property
     def _limit_s(self) -> float:

@@ -32,7 +32,8 @@ from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_memory.generations import Generation, decode_generation, encode_generation
-from holdfast.node_memory.noted_disks import NotedDisk
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.noted_disks import NotedDisk, note_disk, noted_disks
 from holdfast.run.complete import StoredManifest, check_file
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
@@ -194,6 +195,18 @@ def check_root(root: Path, run: Location) -> None:
             raise _unusable(root, f"user {os.geteuid()} may not write to it")
     except OSError as error:
         raise _unusable(root, error.strerror or str(error)) from error
+
+
+def use_disk(folder: NodeFolder, root: Path, run: Location) -> None:
+    """Note in the memory of the node that parts of checkpoints of `run` may lie in the folder `root` on a disk, so that
+    its keeper looks there. Raises as `check_root`."""
+    check_root(root, run)
+    note_disk(folder, NotedDisk(str(root), run.url))
+
+
+def parts_on_disks(folder: NodeFolder) -> dict[str, DiskPart]:
+    """By id of the checkpoint, the parts on all disks that the memory of a run on this node notes."""
+    return {part.checkpoint_id: part for disk in noted_disks(folder) for part in found_parts(disk)}
 
 
 def own_folder(folder: Path) -> None:
