@@ -61,7 +61,14 @@ class Saved:
     """A checkpoint of two ranks whose data files are staged in slots, in the folders of their nodes."""
 
     def __init__(
-        self, run: Run, folders: list[NodeFolder], stack: ExitStack, *, memory_only: bool = False, boot: str = ""
+        self,
+        run: Run,
+        folders: list[NodeFolder],
+        stack: ExitStack,
+        *,
+        memory_only: bool = False,
+        boot: str = "",
+        disk: str = "",
     ) -> None:
         self.world = world()
         epoch = run.open_epoch(after=0, opened_from=None, why="start", world_size=2, incarnation="0" * 32)
@@ -70,7 +77,7 @@ class Saved:
         messages, bodies = self.world.sent()
         manifest = encode_plan(plan_save(messages, bodies), identity=identity, values=[RankValues(0, 100, ("a",))])
         folder = records.folder_name(7, CHECKPOINT)
-        self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest)
+        self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest, disk=disk)
         self.slots: list[Slot] = []
         files = Files(fmt.decode(manifest, path="manifest"))
         for rank, section in enumerate(data_sections(self.world, files)):

@@ -35,9 +35,13 @@ class SaveRequest:
         place = JOB.begin(run, takeover=self.takeover, world_size=world_size, sources=self.sources, step=self.step)
         before = JOB.note_step(run, self.step)
         _check_step(run, place, self.step, before)
-        return run, CheckpointIdentity(
+        return run, self.identity(run.run_id, place)
+
+    def identity(self, run_id: str, place: Place) -> CheckpointIdentity:
+        """The identity of the checkpoint at `place`, with a new id."""
+        return CheckpointIdentity(
             checkpoint_id=secrets.token_hex(8),
-            run_id=run.run_id,
+            run_id=run_id,
             place=place,
             step=self.step,
             created=self.created,

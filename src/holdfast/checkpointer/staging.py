@@ -19,6 +19,7 @@ from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.save_errors import is_unusable, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
+from holdfast.checkpointer.staged_place import AbsentStorage
 from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
@@ -54,6 +55,7 @@ class Stager:
         self.node_dir = node_dir
         #: The folder on a disk of the node to which data files go before they go to the run (None: to the run at once).
         self.disk: Path | None = None
+        self.absent_storage = AbsentStorage()
         self._rank = rank
         #: The wanted number of slots. It may be raised; the next save then takes more memory.
         self.num_slots = num_slots

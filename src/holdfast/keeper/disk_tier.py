@@ -41,12 +41,13 @@ _log = logging.getLogger(__name__)
 
 
 class _Storing(NamedTuple):
-    """The writing of a slot with these `contents` to the disk."""
+    """The writing of a slot with these `contents` to the disk, begun after `num_removed` removals of parts."""
 
     slot: Slot
     contents: Contents
     part: DiskPart
     written: Future[None]
+    num_removed: int
 
 
 class DiskTier:
@@ -63,6 +64,7 @@ class DiskTier:
         #: The ids of the parts that the run has too, and of those that it will never get.
         self._drained: set[str] = set()
         self._hopeless: set[str] = set()
+        self._num_removed = 0
         self._met: set[NotedDisk] = set()
         self._told: set[str] = set()
         self._is_abandoned = False
@@ -129,7 +131,7 @@ class DiskTier:
             if slot.state == SlotState.SEALED or sealed is not None:
                 part = part_of(Path(sealing.generation.disk), contents.run_id, sealing.generation)
                 written = self._storers.submit(_store, part, sealing, slot, sealed)
-                self._storing[slot.name] = _Storing(slot, contents, part, written)
+                self._storing[slot.name] = _Storing(slot, contents, part, written, self._num_removed)
         return bool(self._storing)
 
     def _end_stores(self) -> None:
@@ -143,9 +145,8 @@ class DiskTier:
                 record = storing.slot.refresh()
                 if record.state == SlotState.SEALED and record.contents == storing.contents:
                     storing.slot.advance(msgspec.structs.replace(record, state=SlotState.ON_DISK, error=""))
-            elif not (isinstance(error, StorageError) and error.code == "storage.full" and self._make_room()):
-                self._refused[name] = storing.part.checkpoint_id
-                self._tell(f"step {storing.contents.step} goes to the run at once: {error}")
+            elif not (isinstance(error, StorageError) and error.code == "storage.full" and self._has_room(storing)):
+                self._refuse(storing, error)
 
     def note(self, checkpoint_id: str, state: SlotState, seal: bytes | None) -> None:
         """Record what a try to bring a part to the run came to. It stays on the disk for now."""
@@ -195,12 +196,22 @@ class DiskTier:
         for checkpoint_id in (*drained[:-NUM_KEPT], *hopeless):
             self._remove(checkpoint_id)
 
-    def _make_room(self) -> bool:
-        """Remove the oldest part that the run has too or will never get. Returns whether there was one."""
-        removable = self._by_place(self._drained | self._hopeless)
-        for checkpoint_id in removable[:1]:
-            self._remove(checkpoint_id)
-        return bool(removable)
+    def _has_room(self, storing: _Storing) -> bool:
+        """Whether to try a writing again that found the disk full. Unless a part was removed since it began, this
+        removes the oldest one that the run has too or will never get."""
+        removable = self._by_place((self._drained | self._hopeless) - {storing.part.checkpoint_id})
+        if removable and storing.num_removed == self._num_removed:
+            self._remove(removable[0])
+        return storing.num_removed < self._num_removed
+
+    def _refuse(self, storing: _Storing, error: BaseException) -> None:
+        """Let the file of a slot go to the run at once, because of an `error` of the disk."""
+        checkpoint_id = storing.part.checkpoint_id
+        self._refused[storing.slot.name] = checkpoint_id
+        self._tell(f"step {storing.contents.step} goes to the run at once, and not to the disk of this node: {error}")
+        if checkpoint_id not in {*self._parts, *(other.part.checkpoint_id for other in self._storing.values())}:
+            with self._telling():
+                storing.part.remove()  # it has no data file
 
     def _by_place(self, checkpoint_ids: Collection[str]) -> list[str]:
         """The ids, the oldest checkpoint first."""
@@ -208,6 +219,7 @@ class DiskTier:
 
     def _remove(self, checkpoint_id: str) -> None:
         part = self._parts.pop(checkpoint_id)
+        self._num_removed += 1
         self._drained.discard(checkpoint_id)
         self._hopeless.discard(checkpoint_id)
         with self._telling():

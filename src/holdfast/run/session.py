@@ -333,6 +333,18 @@ class Session:
             return before
 
     @outer(NOTES)
+    def next_unseen(self, root: str, sources: Sources, step: int) -> tuple[str, str, Place] | None:
+        """As `begin` for the run at `root`, without a look at storage. Returns the id of the run, the incarnation of
+        the epoch that this process owns there, and the next place; None where it owns none, or has loaded anything
+        since its last save. Storage decides later whether the place counts."""
+        with self._lock:
+            memory = self._memories.get(root)
+            if memory is None or memory.last is None or self._has_torn or sources.number > memory.used:
+                return None
+            memory.last, memory.step = Place(memory.last.epoch, memory.last.seq + 1), step
+            return memory.run_id, memory.incarnation, memory.last
+
+    @outer(NOTES)
     def has_opened(self, run: Run, epoch: int) -> bool:
         """Whether this process opened `epoch` of `run`."""
         root = run.storage.resolved()
