@@ -201,7 +201,7 @@ class _Copy(NamedTuple):
     on_disk: bool
 
 
-class _Found(NamedTuple):
+class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
     the nearest copy there; no node if the run has it."""
 
@@ -323,7 +323,7 @@ class Survey:
         parts = [] if may_be_whole else [each for each in old if self._whole(run, each) is None]
         return sorted({*parts, *(each for each in old if places[each].epoch < epoch)})
 
-    def _whole(self, run: Run, checkpoint_id: str) -> _Found | None:
+    def _whole(self, run: Run, checkpoint_id: str) -> _WholeCheckpoint | None:
         """A checkpoint that the nodes together hold whole, but for files that the run has because it is committed; None
         if it is not whole, or no node has its manifest."""
         generation = self._generations.get(checkpoint_id)
@@ -334,7 +334,7 @@ class Survey:
                 files = self._files(checkpoint_id, manifest.body.num_files)
                 seals = self._seals(run, generation, files)
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _Found(stored, seals, files)
+                    return _WholeCheckpoint(stored, seals, files)
         return None
 
     def _files(self, checkpoint_id: str, num_files: int) -> list[dict[str, _Copy]]:
