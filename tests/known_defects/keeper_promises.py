@@ -8,8 +8,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper fenced again
         "keeper/test_keeper.py::test_what_is_fenced_is_given_up_with_the_reason",
         "keeper/daemon.py",
-        "            state, text = SlotState.FENCED, str(error)\n        except Exception",
-        "            state, text = SlotState.SEALED, str(error)\n        except Exception",
+        "            return SlotState.FENCED, str(error)\n",
+        "            return SlotState.SEALED, str(error)\n",
     ),
     Mutation(  # keeper no error told
         "keeper/test_keeper.py::test_a_store_that_fails_is_told_in_the_slots_and_tried_again",
@@ -152,7 +152,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # persist race raises
         "keeper/test_keeper_promises.py::test_a_file_that_another_keeper_publishes_meanwhile_is_not_taken_for_ones_own",
         "keeper/persist.py",
-        '        if error.code != "storage.exists":  # another keeper of the same slot was there first\n'
+        '        if error.code != "storage.exists":  # another keeper of the same file was there first\n'
         "            raise\n",
         "        raise\n",
     ),
@@ -165,7 +165,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # persist any error taken
         "keeper/test_keeper_promises.py::test_a_store_that_fails_to_publish_is_an_error",
         "keeper/persist.py",
-        '        if error.code != "storage.exists":  # another keeper of the same slot was there first\n'
+        '        if error.code != "storage.exists":  # another keeper of the same file was there first\n'
         "            raise\n",
         "",
     ),
@@ -208,8 +208,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing manifest late
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
         "keeper/writing.py",
-        "        self._run.result()\n        await_seal",
-        "        await_seal",
+        "        self._run.result()\n        return file.write",
+        "        return file.write",
     ),
     Mutation(  # generation undigested
         "keeper/test_persist.py::test_a_damaged_generation_is_an_error_that_names_it[30]",
@@ -396,8 +396,38 @@ KEEPER_MUTATIONS = [
     Mutation(  # restore leaves damaged
         "checkpointer/test_damaged_snapshots.py::test_the_one_before_it_is_restored_and_the_report_says_why",
         "checkpointer/choosing.py",
-        "[*given_up, *damaged]",
-        "given_up",
+        "given_up=(*given_up, *damaged),",
+        "given_up=tuple(given_up),",
+    ),
+    Mutation(  # disk unverified
+        "keeper/test_disk_tier.py::test_a_file_that_is_damaged_and_has_no_other_copy_is_never_brought_to_the_run",
+        "keeper/persist.py",
+        "                if xxhash.xxh3_128_hexdigest(table) != seal.digest:\n",
+        "                if False:\n",
+    ),
+    Mutation(  # disk owed removed
+        "keeper/test_disk_tier.py::test_a_full_disk_gives_up_what_the_run_has_and_never_what_it_lacks",
+        "keeper/disk_tier.py",
+        "(self._drained | self._hopeless) - {storing.part.checkpoint_id}",
+        "self._parts.keys() - {storing.part.checkpoint_id}",
+    ),
+    Mutation(  # disk forgotten
+        "keeper/test_disk_tier.py::test_checkpoints_are_drained_in_order_by_a_keeper_that_finds_nothing_but_the_disk",
+        "keeper/disk_tier.py",
+        "                    self._parts[part.checkpoint_id] = part\n",
+        "                    pass\n",
+    ),
+    Mutation(  # disk abandoned future
+        "keeper/test_disk_tier.py::test_what_another_job_has_fenced_is_not_committed_and_stays_until_the_run_has_something_newer",
+        "keeper/disk_tier.py",
+        "            self._hopeless.add(checkpoint_id)\n\n    def give_up",
+        "            pass\n\n    def give_up",
+    ),
+    Mutation(  # restore reads bad copy
+        "checkpointer/test_local_disk.py::test_a_file_that_is_damaged_in_memory_is_read_from_the_disk",
+        "checkpointer/choosing.py",
+        "if each.checkpoint_id == checkpoint_id and not is_bad:",
+        "if each.checkpoint_id == checkpoint_id:",
     ),
     Mutation(  # keeper trusts disk
         "keeper/test_earlier_boots.py::test_what_was_hashed_and_did_not_reach_the_disk_is_given_up",
