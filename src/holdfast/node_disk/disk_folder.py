@@ -33,7 +33,7 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_memory.generations import Generation, decode_generation, encode_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.noted_disks import NotedDisk, note_disk, noted_disks
+from holdfast.node_memory.noted_disks import NotedDisk, is_noted, note_disk, noted_disks
 from holdfast.run.complete import StoredManifest, check_file
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
@@ -199,9 +199,12 @@ def check_root(root: Path, run: Location) -> None:
 
 def use_disk(folder: NodeFolder, root: Path, run: Location) -> None:
     """Note in the memory of the node that parts of checkpoints of `run` may lie in the folder `root` on a disk, so that
-    its keeper looks there. Raises as `check_root`."""
-    check_root(root, run)
-    note_disk(folder, NotedDisk(str(root), run.url))
+    its keeper looks there. Where that is noted already, nothing else is done, because each save calls this. Raises as
+    `check_root`."""
+    disk = NotedDisk(str(root), run.url)
+    if not is_noted(folder, disk):
+        check_root(root, run)
+        note_disk(folder, disk)
 
 
 def parts_on_disks(folder: NodeFolder) -> dict[str, DiskPart]:

@@ -34,15 +34,16 @@ class NotedDisk(msgspec.Struct, frozen=True, array_like=True):
         return Path(self.root)
 
 
+def is_noted(folder: NodeFolder, disk: NotedDisk) -> bool:
+    """Whether `folder` notes `disk`."""
+    return _name(disk) in folder.names()
+
+
 def note_disk(folder: NodeFolder, disk: NotedDisk) -> None:
     """Note `disk` in `folder`, which is made again if it was removed."""
-    data = msgspec.msgpack.encode(disk)
-    name = _PREFIX + xxhash.xxh3_64_hexdigest(data)
-    if name in folder.names():
-        return
     if folder.is_removed:
         folder.remake()
-    folder.write(name, data)
+    folder.write(_name(disk), msgspec.msgpack.encode(disk))
 
 
 def noted_disks(folder: NodeFolder) -> list[NotedDisk]:
@@ -53,6 +54,10 @@ def noted_disks(folder: NodeFolder) -> list[NotedDisk]:
             with suppress(FileNotFoundError, ConfigurationError, msgspec.DecodeError):
                 found.append(_read(folder, name))
     return found
+
+
+def _name(disk: NotedDisk) -> str:
+    return _PREFIX + xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(disk))
 
 
 def _read(folder: NodeFolder, name: str) -> NotedDisk:
