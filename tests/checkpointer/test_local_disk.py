@@ -154,6 +154,22 @@ def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, n
         assert job.restore() == (7, "node disk")
 
 
+def test_a_disk_that_an_earlier_job_used_and_that_is_gone_ends_no_restore(
+    run: str, node_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    with OneRank(run, node_dir, disk).save(0).own:
+        pass
+    end_keepers(node_dir)
+    shutil.rmtree(disk)
+    start_new_job()
+    state = {"w": torch.ones(NUMEL), "step": -1}
+    with Checkpointer(run, state, memory=Memory(node_dir=node_dir), timeout_s=30.0) as own:
+        assert own.restore().step == 0
+        own.save(1).durable.wait(30)
+    assert f"'{disk}' cannot take the files" in caplog.text
+
+
 @pytest.mark.parametrize("where", ["the run itself", "in the run", "above the run", "a file", "no parent"])
 def test_a_folder_that_cannot_be_used_is_an_error_of_the_restore_and_of_the_first_save(
     run: str, node_dir: Path, tmp_path: Path, where: str

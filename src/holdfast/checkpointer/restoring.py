@@ -51,7 +51,7 @@ from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.loading.one_load import Loading, Opened
-from holdfast.node_disk.disk_folder import DiskPart, parts_on_disks, use_disk
+from holdfast.node_disk.disk_folder import DiskPart, check_root, parts_on_disks, use_disk
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
@@ -367,6 +367,7 @@ def _looked_at(
                 folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node.memory))
                 stack.enter_context(Claim(folder))  # so that no process removes slots while this one looks at them
                 if node.disk is not None:
+                    check_root(node.disk, run)
                     use_disk(folder, node.disk, run)
                 slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
                 parts = _parts(folder, run)

@@ -123,7 +123,8 @@ class Keeper:
             was_tended = was_tended or is_tended
             if is_tended:
                 tended_at = time.monotonic()
-            if time.monotonic() - tended_at > orphaned_s:
+            self._disks.is_abandoned = time.monotonic() - tended_at > orphaned_s
+            if self._disks.is_abandoned:
                 self._abandon(orphaned_s)
             if self.look() or self.owes or is_tended:
                 busy_at = time.monotonic()
@@ -340,9 +341,7 @@ class Keeper:
         slot.advance(SlotRecord(SlotState.FREE))
 
     def _abandon(self, orphaned_s: float) -> None:
-        """Release unpersisted slots whose trainers never returned, unless they are being read. Leave to the next job
-        what lies on disks."""
-        self._disks.abandon()
+        """Release unpersisted slots whose trainers never returned, unless they are being read."""
         for slot in self._owed_at_rest():
             trouble = slot.record.error or "Parts are missing"
             self._lose(slot, f"its trainer did not return within {orphaned_s:.0f} s. {trouble}")

@@ -67,7 +67,9 @@ class DiskTier:
         self._num_removed = 0
         self._met: set[NotedDisk] = set()
         self._told: set[str] = set()
-        self._is_abandoned = False
+        #: Whether nothing more is brought to the run, because trainers are gone for long: the disk keeps it for the
+        #: next job.
+        self.is_abandoned = False
 
     def meet(self) -> None:
         """Look at disks that were noted since the last call: what earlier keepers left on them is owed to the run."""
@@ -88,7 +90,7 @@ class DiskTier:
     @property
     def owed(self) -> list[str]:
         """The ids of the checkpoints of which the run lacks this node's part, the oldest first."""
-        owed = set() if self._is_abandoned else self._parts.keys() - self._drained - self._hopeless
+        owed = set() if self.is_abandoned else self._parts.keys() - self._drained - self._hopeless
         return self._by_place(owed)
 
     def generation(self, checkpoint_id: str) -> Generation | None:
@@ -97,9 +99,11 @@ class DiskTier:
         return None if part is None else part.generation
 
     def files(self, checkpoint_id: str) -> list[DiskFile]:
-        """The data files of a checkpoint that are on a disk."""
-        part = self._parts[checkpoint_id]
-        return [DiskFile(part, number) for number in part.file_numbers()]
+        """The data files of a checkpoint that are on a disk; none while the disk fails."""
+        part, found = self._parts[checkpoint_id], list[DiskFile]()
+        with self._telling():
+            found = [DiskFile(part, number) for number in part.file_numbers()]
+        return found
 
     def takes(self, slot: Slot, sealing: Sealing) -> bool:
         """Whether the file of a slot that is owed goes to the disk first."""
@@ -175,10 +179,6 @@ class DiskTier:
             if contents is not None and contents.checkpoint_id == checkpoint_id:
                 self._refused[slot.name] = checkpoint_id
                 slot.settle(checkpoint_id, SlotState.SEALED, "")
-
-    def abandon(self) -> None:
-        """Bring nothing more to the run: the disk keeps it for the next job."""
-        self._is_abandoned = True
 
     def forget(self, held: Collection[str]) -> None:
         """Forget about slots that hold no longer what the disk refused; `held` are the ids of what slots hold."""

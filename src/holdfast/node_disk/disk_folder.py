@@ -208,8 +208,15 @@ def use_disk(folder: NodeFolder, root: Path, run: Location) -> None:
 
 
 def parts_on_disks(folder: NodeFolder) -> dict[str, DiskPart]:
-    """By id of the checkpoint, the parts on all disks that the memory of a run on this node notes."""
-    return {part.checkpoint_id: part for disk in noted_disks(folder) for part in found_parts(disk)}
+    """By id of the checkpoint, the parts on all disks that the memory of a run on this node notes. Logs and skips disks
+    that cannot be used (any more): an earlier job may have noted them."""
+    parts: dict[str, DiskPart] = {}
+    for disk in noted_disks(folder):
+        try:
+            parts |= {part.checkpoint_id: part for part in found_parts(disk)}
+        except HoldfastError as error:
+            _log.warning("%s", error)
+    return parts
 
 
 def own_folder(folder: Path) -> None:
