@@ -100,7 +100,8 @@ class DiskTier:
 
     def files(self, checkpoint_id: str) -> list[DiskFile]:
         """The data files of a checkpoint that are on a disk; none while the disk fails."""
-        part, found = self._parts[checkpoint_id], list[DiskFile]()
+        part = self._parts[checkpoint_id]
+        found: list[DiskFile] = []
         with self._telling():
             found = [DiskFile(part, number) for number in part.file_numbers()]
         return found
