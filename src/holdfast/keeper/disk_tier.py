@@ -101,10 +101,11 @@ class DiskTier:
     def files(self, checkpoint_id: str) -> list[DiskFile]:
         """The data files of a checkpoint that are on a disk; none while the disk fails."""
         part = self._parts[checkpoint_id]
-        found: list[DiskFile] = []
-        with self._telling():
-            found = [DiskFile(part, number) for number in part.file_numbers()]
-        return found
+        try:
+            return [DiskFile(part, number) for number in part.file_numbers()]
+        except (HoldfastError, OSError) as error:
+            self._tell(str(error))
+            return []
 
     def takes(self, slot: Slot, sealing: Sealing) -> bool:
         """Whether the file of a slot that is owed goes to the disk first."""
