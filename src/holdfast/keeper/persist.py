@@ -158,7 +158,6 @@ def copy_from_disk(storage: TimedStore, sealing: Sealing, part: DiskPart, number
                     data_start=layout.data_start,
                     header=verified,
                     pool=pool,
-                    in_order=storage.capabilities.in_order,
                 )
         finally:
             reader.close()
