@@ -27,7 +27,8 @@ class SaveReport:
     """A committed, durable checkpoint.
 
     `place` is its place in the run's history, `path` its folder. ``nbytes`` counts the tensors and values of the whole
-    checkpoint, ``written_nbytes`` the bytes that this rank wrote. `diverged` are the tensors whose undeclared copies
+    checkpoint, ``written_nbytes`` the bytes that this rank wrote, and ``referenced_nbytes`` those that it did not
+    write, because an earlier checkpoint of the run has them. `diverged` are the tensors whose undeclared copies
     differed between ranks at this save; the save wrote one holder's copy of each. ``seconds`` says how long each phase
     took on this rank.
     """
@@ -37,6 +38,7 @@ class SaveReport:
     path: str
     nbytes: int
     written_nbytes: int
+    referenced_nbytes: int
     num_tensors: int
     diverged: tuple[str, ...]
     seconds: dict[str, float]
@@ -54,7 +56,8 @@ class SaveReport:
         return f"step {self.step} at {self.place}: {saved} in {total_s:.2f} s"
 
     def __repr__(self) -> str:
-        own = f"this rank wrote {size(self.written_nbytes)}; the next step is {self.next_step}"
+        left = f" and left {size(self.referenced_nbytes)} to earlier checkpoints" if self.referenced_nbytes else ""
+        own = f"this rank wrote {size(self.written_nbytes)}{left}; the next step is {self.next_step}"
         return printed("SaveReport", self.summary, self.path, own, *listed("diverged", self.diverged))
 
 

@@ -75,13 +75,16 @@ def test_the_nearest_copy_comes_first_and_storage_last() -> None:
     assert Catalogue({"file": (own,)}).copies("other") == ()
 
 
+NAMES = [file_name(index) for index in range(3)]
+
+
 def test_holders_are_named_only_where_a_rank_reads_alone() -> None:
     storage, memory = FilesInMemory("storage"), FilesInMemory("memory")
     shared = {file_name(0): (FileCopy(memory, "a", Tier.NODE_MEMORY),)}
     alone = {file_name(1): (FileCopy(memory, "b", Tier.NODE_MEMORY, 3),)}
-    assert Catalogue({}, storage).holders(2) is None
-    assert Catalogue(shared, storage).holders(2) is None
-    assert Catalogue(shared | alone, storage).holders(3) == (EVERY_RANK, 3, EVERY_RANK)
+    assert Catalogue({}, storage).holders(NAMES[:2]) is None
+    assert Catalogue(shared, storage).holders(NAMES[:2]) is None
+    assert Catalogue(shared | alone, storage).holders(NAMES) == (EVERY_RANK, 3, EVERY_RANK)
 
 
 def test_files_that_one_rank_holds_and_files_that_all_can_read_are_read_in_one_plan() -> None:

@@ -332,7 +332,7 @@ def test_a_change_under_the_guard_waits_and_one_without_voids_the_save(
             with pytest.raises(StateError, match=r"model/0\.weight.*was changed"):
                 voided.staged.wait(60)
         checkpointer.save(4).durable.wait(60)
-        checkpointer._saves._handles.remove(voided) if voided in checkpointer._saves._handles else None
+        checkpointer._handles._handles.remove(voided) if voided in checkpointer._handles._handles else None
     assert "step 3 is not saved" in caplog.text
     with pytest.raises(holdfast.NotFoundError):
         holdfast.open(f"{run}@step=3")

@@ -250,8 +250,8 @@ def fail_on_one_rank(run: str, node_dir: Path) -> list[str]:
         with pytest.raises(StateError) as caught:
             handle.durable.wait(60)
         told.append(caught.value.code)
-        if handle in checkpointer._saves._handles:
-            checkpointer._saves._handles.remove(handle)
+        if handle in checkpointer._handles._handles:
+            checkpointer._handles._handles.remove(handle)
     return told
 
 

@@ -120,7 +120,7 @@ class TestRequests:
         checkpointer = Checkpointer(run, state, memory=None, save=OnRequest(signum=signal.SIGUSR2))
         os.kill(os.getpid(), signal.SIGUSR2)
         assert checkpointer.step(0) is not None
-        monkeypatch.setattr(checkpointer, "_wait", lambda _: os.kill(os.getpid(), signal.SIGUSR2))
+        monkeypatch.setattr(checkpointer._handles, "wait", lambda *_, **__: os.kill(os.getpid(), signal.SIGUSR2))
         checkpointer.close()
         assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 

@@ -179,6 +179,25 @@ def test_payloads_may_be_larger_than_what_a_tcp_store_takes_at_once(tcp_stores: 
     assert num_messages(tcp_stores[0], 3) == 0
 
 
+@pytest.mark.parametrize("alarming", [0, 1])
+def test_an_alarm_reaches_ranks_before_the_next_exchange_and_leaves_no_key_behind(alarming: int) -> None:
+    def body(channel: Channel) -> bool:
+        if channel.rank == alarming:
+            channel.raise_alarm(soon())
+        else:
+            while not channel.is_alarmed(soon()):
+                time.sleep(0.001)
+        outcome = state_error(alarming) if channel.rank == alarming else b""
+        with pytest.raises(StateError):
+            channel.exchange("commit", outcome, lambda _: b"", soon())
+        channel.exchange("again", b"", lambda _: b"", soon())
+        return channel.is_alarmed(soon())
+
+    store = dist.HashStore()
+    assert on_ranks(3, body, store=store) == dict.fromkeys(range(3), False)
+    assert num_messages(store, 3) == 0
+
+
 def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
     store = dist.HashStore()
     largest = 0

@@ -154,6 +154,15 @@ def test_a_number_that_would_become_infinite_is_refused_by_its_tensor(
     assert same({"x": made}, {"x": fits.to(getattr(torch, dtype))})
 
 
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_a_dtype_for_a_state_without_floats_was_answered_with_advice_on_globs(tmp_path: Path, to: str) -> None:
+    holdfast.save(tmp_path / "run", {"m": {"a": torch.arange(3)}}, 1)
+    with pytest.raises(ConfigurationError, match="has no floating tensors") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "out", to, dtype="bfloat16")
+    assert caught.value.code == "config.export"
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_number_that_rounds_to_the_largest_one_fits(tmp_path: Path) -> None:
     tensor = torch.tensor([65519.0, -65519.0])
     holdfast.save(tmp_path / "run", {"w": tensor}, 1)

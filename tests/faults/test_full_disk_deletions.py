@@ -173,10 +173,11 @@ def test_a_save_that_finds_no_space_says_why_and_goes_on_when_it_can(disk: Path)
         checkpointer.save(1)
         holdfast.pin(run)
         checkpointer.save(2)
-        with pytest.raises(StorageError, match=r"\[storage.full\]") as caught:
-            checkpointer.save(3)
-        assert "`keep` lets no other checkpoint be deleted (2 left)" in str(caught.value)
-        assert f"holdfast prune '{run}'" in caught.value.action
+        error = checkpointer.save(3).durable.error
+        assert error is not None
+        assert error.code == "storage.full"
+        assert "`keep` lets no other checkpoint be deleted (2 left)" in str(error)
+        assert f"holdfast prune '{run}'" in error.action
         assert steps(run) == [2, 1]
         holdfast.unpin(f"{run}@step=1")
         checkpointer.save(4)
@@ -185,11 +186,11 @@ def test_a_save_that_finds_no_space_says_why_and_goes_on_when_it_can(disk: Path)
 
 def test_a_save_on_a_full_disk_without_a_policy_names_the_next_action(disk: Path) -> None:
     run = str(disk / "run")
-    with Checkpointer(run, state_of(1), memory=None) as checkpointer:
-        checkpointer.save(1)
-        checkpointer.save(2)
-        with pytest.raises(StorageError, match="The Checkpointer has no `keep`, so it deletes nothing") as caught:
-            checkpointer.save(3)
+    checkpointer = Checkpointer(run, state_of(1), memory=None)
+    for step in (1, 2, 3):
+        checkpointer.save(step)
+    with pytest.raises(StorageError, match="The Checkpointer has no `keep`, so it deletes nothing") as caught:
+        checkpointer.close()
     assert f"holdfast prune '{run}'" in caught.value.action
 
 

@@ -143,6 +143,19 @@ def test_a_checkpoint_folder_alone_is_read_too(saved: tuple[Path, dict[str, obje
         assert alone.tensors[name][1].tobytes() == data.tobytes()
 
 
+def test_still_files_of_earlier_checkpoints_are_read_and_verified(tmp_path: Path) -> None:
+    run, table = tmp_path / "run", torch.arange(200_000)
+    state = {"table": holdfast.Still(table), "w": torch.zeros(3)}
+    for step in (1, 2):
+        state["w"] = torch.full((3,), float(step))
+        holdfast.save(run, state, step)
+    for path in (run, *run.glob("checkpoints/*2-*")):
+        found = independent_reader.read(path)
+        assert found.tensors["table"][1].tobytes() == table.numpy().tobytes()
+    holdfast.compact(run)
+    assert independent_reader.read(run).tensors["table"][1].tobytes() == table.numpy().tobytes()
+
+
 def test_the_stock_safetensors_reader_opens_data_files(saved: tuple[Path, dict[str, object]]) -> None:
     run, state = saved
     (path,) = run.glob("checkpoints/*/*.safetensors")

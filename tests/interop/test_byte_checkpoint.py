@@ -116,6 +116,13 @@ class Attack:
         return print, ("called",)
 
 
+def test_the_state_of_one_rank_was_read_as_that_of_another(sharded: Path) -> None:
+    files = sharded / "global_step_7/extra_state"
+    shutil.copy(files / "extra_state_rank_2.pt", files / "extra_state_rank_0.pt")
+    with pytest.raises(holdfast.CorruptError, match=r"rank_0\.pt was saved as extra_state_rank_2\.pt, which is there"):
+        holdfast.open(sharded)
+
+
 def test_a_pickle_that_calls_code_is_refused(sharded: Path, tmp_path: Path) -> None:
     for part in ("model/.metadata", "extra_state/extra_state_rank_0.pt"):
         folder = shutil.copytree(sharded, tmp_path / part.partition("/")[0])

@@ -349,6 +349,21 @@ def test_files_that_changed_their_names_are_refused(tmp_path: Path) -> None:
     assert "it was renamed" in str(refused(folder))
 
 
+@pytest.mark.parametrize("kind", ["optim", "model"])
+@pytest.mark.parametrize("way", ["copied", "exchanged"])
+def test_the_file_of_one_rank_of_zero_3_was_read_as_that_of_another(tmp_path: Path, kind: str, way: str) -> None:
+    """The files of ranks have equal sizes, and no rank in them: weights and moments had the wrong elements."""
+    folder = unpacked("zero3-on-3", tmp_path)
+    first, second = (one(folder, f"*zero_pp_rank_{rank}_*_{kind}_states.pt") for rank in (0, 2))
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    if way == "exchanged":
+        second.write_bytes(data[0])
+    error = refused(folder)
+    assert f"{first} was saved as {second.name}, which is there, too: it was renamed, or copied over" in str(error)
+    assert error.path == str(first)
+
+
 def test_two_sets_of_files_in_one_folder_are_refused(tmp_path: Path) -> None:
     folder = unpacked("zero1-on-3", tmp_path)
     file = one(folder, "*rank_1_*")

@@ -126,3 +126,10 @@ def test_files_of_two_saves_without_zero_are_refused(saved: Path) -> None:
     changed(saved / OPTIMIZER.format(1), later)
     with pytest.raises(HoldfastError, match="mixes files of several saves: rank 1 has done other steps"):
         holdfast.open(saved / "native")
+
+
+def test_the_moments_of_one_rank_of_experts_were_read_as_those_of_another(saved: Path) -> None:
+    first, second = (saved / OPTIMIZER.format(rank) for rank in (0, 1))
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(HoldfastError, match=f"was saved as {second.name}, which is there, too"):
+        holdfast.open(saved / "native")

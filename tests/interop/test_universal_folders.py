@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,14 @@ def test_missing_files_are_named(tmp_path: Path, case: str, file: str, said: str
     assert said in error.details, error.details
 
 
+def test_one_moment_of_a_parameter_was_read_as_the_other_one(tmp_path: Path) -> None:
+    folder = unpacked("zero1-two", tmp_path)
+    parameter = folder / "global_step4_universal/zero/up.weight"
+    shutil.copy(parameter / "exp_avg_sq.pt", parameter / "exp_avg.pt")
+    with pytest.raises(holdfast.CorruptError, match=r"exp_avg\.pt was saved as exp_avg_sq\.pt, which is there, too"):
+        holdfast.open(folder)
+
+
 def test_the_last_rank_of_zero_3_is_missed_too(tmp_path: Path) -> None:
     folder = unpacked("zero3-two", tmp_path)
     (folder / "global_step4_universal/zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
@@ -157,7 +166,7 @@ def test_the_last_rank_of_zero_3_is_missed_too(tmp_path: Path) -> None:
 def test_files_that_are_something_else_are_refused_with_the_version_that_is_known(tmp_path: Path) -> None:
     folder = unpacked("zero1-two", tmp_path)
     tag = folder / "global_step4_universal"
-    shutil.copy(tag / "zero/gain/fp32.pt", tag / "zero/up.bias/exp_avg.pt")
+    shutil.copy(tag / "zero/gain/exp_avg.pt", tag / "zero/up.bias/exp_avg.pt")
     assert "exp_avg" in str(refused(folder))
     assert "[1], and the model file has [8]" in str(refused(folder))
     torch.save({"param": "a text"}, tag / "zero/up.bias/exp_avg.pt")
@@ -171,7 +180,12 @@ def test_files_that_are_something_else_are_refused_with_the_version_that_is_know
 def test_a_folder_of_model_parallel_ranks_has_whole_parameters_and_names_what_is_in_slices(tmp_path: Path) -> None:
     folder = unpacked("zero1-two", tmp_path)
     tag, wanted = folder / "global_step4_universal", expected(folder)
-    shutil.copy(tag / "mp_rank_00_model_states.pt", tag / "mp_rank_01_model_states.pt")
+    with (
+        zipfile.ZipFile(tag / "mp_rank_00_model_states.pt") as first,
+        zipfile.ZipFile(tag / "mp_rank_01_model_states.pt", "w") as second,
+    ):
+        for entry in first.infolist():  # as torch.save writes it under the second name
+            second.writestr(entry.filename.replace("mp_rank_00", "mp_rank_01"), first.read(entry))
     shutil.rmtree(tag / "zero/shift")
     view = holdfast.open(folder)
     for name in TRAINED:

@@ -197,3 +197,22 @@ def test_the_example_of_the_guide_goes_on_as_it_says(
     (tmp_path / "train.py").write_text(script.replace(policy, f"{policy}, {memory}"))
     for call in calls:
         assert run_as_started(tmp_path, call._replace(arguments=[run, *call.arguments[1:]])) == call.output
+
+
+def test_still_files_are_referred_to_kept_and_compacted(run: str) -> None:
+    start_new_job()
+    table, weights = torch.arange(1 << 18), torch.zeros(3)
+    for step in (1, 2, 3):
+        report = holdfast.save(run, {"table": holdfast.Still(table), "w": weights.fill_(step)}, step)
+        assert (report.referenced_nbytes > table.nbytes) == (step > 1)
+    holdfast.remove(f"{run}@step=1")
+    folder = next(each.folder for each in holdfast.ls(run) if each.step == 2)
+    names = open_store(location_of(run)).list(f"checkpoints/{folder}")
+    assert [name for name in names if name.startswith("still-")] == ["still-00001.same.json"]
+    alone = holdfast.open(f"{run.partition('?')[0]}/checkpoints/{folder}?{run.partition('?')[2]}")
+    assert torch.equal(alone["table"][...], table)
+    assert holdfast.compact(f"{run}@step=2") > table.nbytes
+    for step in (2, 3):
+        view = holdfast.open(f"{run}@step={step}")
+        assert torch.equal(view["table"][...], table)
+        assert view["w"][...].tolist() == [step] * 3

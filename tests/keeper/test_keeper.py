@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.errors import ConfigurationError
 from holdfast.format.manifest import file_name
-from holdfast.format.records import Commit, Place
+from holdfast.format.records import Commit, FileSeal, Place
 from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
@@ -306,7 +306,9 @@ def test_a_keeper_does_not_spin_while_one_of_two_files_is_on_its_way(
 ) -> None:
     go_on, stuck = threading.Event(), saved.slots[1].name
 
-    def slowly(storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]) -> bool:
+    def slowly(
+        storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None]
+    ) -> tuple[FileSeal, ...]:
         if slot.name == stuck:
             go_on.wait()
         return persist(storage, sealing, slot, await_seal=await_seal)

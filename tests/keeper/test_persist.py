@@ -18,9 +18,9 @@ from holdfast.errors import CorruptError, FencedError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
-from holdfast.format.records import Place
+from holdfast.format.records import FileSeal, Place
 from holdfast.format.values import Plain
-from holdfast.keeper.persist import Sealing, commit, data_file, file_seal, persist, publish_manifest
+from holdfast.keeper.persist import Sealing, commit, data_file, persist, publish_manifest
 from holdfast.node_memory.generations import (
     Generation,
     generation_ids,
@@ -33,6 +33,7 @@ from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
 from holdfast.plan.layout import Mesh, Placed, Shard, TensorLayout, Whole
 from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
 from holdfast.run.history import Run
+from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
 from tests.support.worlds import World, data_sections
@@ -125,6 +126,15 @@ def persist_in(run: Run, sealing: Sealing, slot: Slot) -> None:
         persist(storage, sealing, slot)
 
 
+def contents_of(slot: Slot) -> Contents:
+    assert slot.record.contents is not None
+    return slot.record.contents
+
+
+def first_file(slot: Slot) -> Bytes:
+    return data_file(slot, contents_of(slot).files[0])
+
+
 def assert_loads(run: Run, saved: Saved) -> None:
     view = holdfast.open(run.storage.location.url)
     assert view.step == 7
@@ -138,7 +148,7 @@ def test_a_sealed_slot_is_a_data_file_that_any_reader_takes(saved: Saved, tmp_pa
     for slot in saved.slots:
         sealing.seal(slot)
         assert slot.record.state == SlotState.SEALED
-    (tmp_path / "file.safetensors").write_bytes(data_file(saved.slots[0]).tobytes())
+    (tmp_path / "file.safetensors").write_bytes(first_file(saved.slots[0]).tobytes())
     found = load_file(tmp_path / "file.safetensors")
     assert found["model/w@0:500,0:301"].tobytes() == saved.world.full["model/w"][:500].tobytes()
 
@@ -158,6 +168,7 @@ def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Sav
     sealing = Sealing(saved.generation)
     with TimedStore(run.storage, timeout_s=60) as storage, ThreadPoolExecutor() as pool:
         publish_manifest(storage, sealing)
+        seals: list[FileSeal] = []
         for slot in saved.slots:
             begin = Event()
 
@@ -171,8 +182,8 @@ def test_a_file_is_on_its_way_to_storage_while_it_is_hashed(run: Run, saved: Sav
                 begin.set()
                 sealed.result()
 
-            persist(storage, sealing, slot, await_seal=await_seal)
-    assert commit(run, sealing, map(file_seal, saved.slots)) is not None
+            seals += persist(storage, sealing, slot, await_seal=await_seal)
+    assert commit(run, sealing, seals) is not None
     assert_loads(run, saved)
 
 
@@ -196,7 +207,8 @@ def test_all_of_it_may_be_done_again(run: Run, saved: Saved) -> None:
             if slot.state == SlotState.STAGED:
                 sealing.seal(slot)
             persist_in(run, sealing, slot)
-        first, second = commit(run, sealing, []), commit(run, sealing, map(file_seal, saved.slots))
+        seals = [sealing.file_seal(slot, each) for slot in saved.slots for each in contents_of(slot).files]
+        first, second = commit(run, sealing, []), commit(run, sealing, seals)
         assert first == second
         assert first is not None
     assert_loads(run, saved)

@@ -14,8 +14,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper no error told
         "keeper/test_keeper.py::test_a_store_that_fails_is_told_in_the_slots_and_tried_again",
         "keeper/daemon.py",
-        "record = msgspec.structs.replace(slot.record, state=state, error=_short(text))",
-        "record = msgspec.structs.replace(slot.record, state=state)",
+        "slot.record, state=state, error=_short(text), referenced_nbytes=referenced_nbytes",
+        "slot.record, state=state, referenced_nbytes=referenced_nbytes",
     ),
     Mutation(  # keeper long error
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",
@@ -184,20 +184,20 @@ KEEPER_MUTATIONS = [
     Mutation(  # seal no header
         "keeper/test_persist.py::test_a_sealed_slot_is_a_data_file_that_any_reader_takes",
         "keeper/persist.py",
-        "        slot.data[:start] = np.frombuffer(container.header(self.stored.manifest, layout, table), np.uint8)\n",
+        "            slot.data[part.start : part.start + part.data_start] = header\n",
         "",
     ),
     Mutation(  # seal wrong digest
         "keeper/test_persist.py::test_a_file_is_on_its_way_to_storage_while_it_is_hashed",
         "keeper/persist.py",
-        "contents, xxhash.xxh3_128_hexdigest(table)))",
-        'contents, xxhash.xxh3_128_hexdigest(b"")))',
+        "digests.append(xxhash.xxh3_128_hexdigest(table))",
+        'digests.append(xxhash.xxh3_128_hexdigest(b""))',
     ),
     Mutation(  # writing other run
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
         "keeper/writing.py",
-        "        if run.run_id != self.sealing.stored.manifest.body.run_id:\n            raise _replaced(run)\n",
-        "",
+        "            if run.run_id != self.sealing.stored.manifest.body.run_id:\n",
+        "            if not run.run_id:\n",
     ),
     Mutation(  # writing no manifest
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
@@ -310,14 +310,14 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper no retry pause
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",
         "keeper/daemon.py",
-        "            self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)\n",
+        "            self._retries[checkpoint_id] = _next_retry(before, has_failed=bool(text))\n",
         "            pass\n",
     ),
     Mutation(  # keeper never retries
         "keeper/test_keeper_promises.py::test_a_store_that_fails_is_left_alone_for_a_while_and_then_asked_again",
         "keeper/daemon.py",
-        "_Retry(time.monotonic() + delay_s, delay_s)",
-        "_Retry(time.monotonic() + 1e9, delay_s)",
+        "_Retry(time.monotonic() + delay_s, delay_s, number + 1)",
+        "_Retry(time.monotonic() + 1e9, delay_s, number + 1)",
     ),
     Mutation(  # keeper removes tended
         "keeper/test_keeper_promises.py::test_of_ranks_that_are_no_more_only_what_is_older_and_not_owed_goes",
@@ -372,8 +372,11 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing trusts all
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
         "keeper/writing.py",
-        " await_seal=await_seal) else None\n",
-        " await_seal=await_seal) else file_seal(slot)\n",
+        "for seal in file.result()]\n        return commit",
+        "for seal in file.result()]\n"
+        "        slots = self._slots.values()\n"
+        "        written = [self.sealing.file_seal(slot, slot.record.contents.files[0]) for slot in slots]\n"
+        "        return commit",
     ),
     Mutation(  # slot one cell
         "node_memory/test_slots.py::test_a_record_that_was_half_written_is_none_and_the_one_before_holds",

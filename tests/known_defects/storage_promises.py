@@ -374,6 +374,18 @@ STORAGE_MUTATIONS = [
         "    check_unread(run.storage, place)\n    run.storage.delete",
         "    run.storage.delete",
     ),
+    Mutation(  # a removal deletes files that others refer to
+        "run/test_reference_races.py::test_no_committed_checkpoint_ever_lacks_bytes[False-remove_both]",
+        "run/removal.py",
+        "    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)\n",
+        "    are_needed = False\n",
+    ),
+    Mutation(  # a save does not look for the tombstone of what it refers to
+        "run/test_reference_races.py::test_no_committed_checkpoint_ever_lacks_bytes[False-remove_holder]",
+        "run/references.py",
+        "not run.is_removed(head.place) and ",
+        "",
+    ),
     Mutation(  # a pin does not wait for an announced removal
         "run/test_removal_races.py::test_a_pin_either_holds_or_fails",
         "run/pins.py",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import LBFGS, AdamW
 
 import holdfast
 from holdfast import Box, FlatRange, IncompatibleError, Piecewise
@@ -152,6 +152,43 @@ def test_optimizer_state_keeps_the_dtype_that_it_was_stored_in(tmp_path: Path) -
     holdfast.load(tmp_path / "run", {"m": live, "o": live_optimizer}, mapping=by_rule)
     stored = optimizer.state[model.weight]["exp_avg"]
     assert torch.equal(live_optimizer.state[live.weight]["exp_avg"], stored.bfloat16())
+
+
+@pytest.mark.parametrize(("saved", "live"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_step_of_lbfgs_failed_after_a_cast_that_left_its_history_in_the_old_dtype(
+    tmp_path: Path, saved: str, live: str
+) -> None:
+    def trained(name: str, seed: int) -> tuple[nn.Linear, LBFGS]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2).to(getattr(torch, name))
+        optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=3)
+        step(model, optimizer)
+        return model, optimizer
+
+    def step(model: nn.Linear, optimizer: Any) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3, dtype=model.weight.dtype)).float().square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+
+    def tensors(optimizer: LBFGS) -> list[torch.Tensor]:
+        (slots,) = optimizer.state.values()
+        lists = [slot if isinstance(slot, list) else [slot] for _, slot in sorted(slots.items())]
+        return [each for held in lists for each in held if isinstance(each, torch.Tensor)]
+
+    model, optimizer = trained(saved, 0)
+    holdfast.save(tmp_path / "run", {"m": model, "o": optimizer}, 1)
+    into, its_optimizer = trained(live, 1)
+    holdfast.load(tmp_path / "run", {"m": into, "o": its_optimizer}, cast=True)
+    wanted = [tensor.to(getattr(torch, live)) for tensor in tensors(optimizer)]
+    assert len(wanted) > 5
+    for one, other in zip(tensors(its_optimizer), wanted, strict=True):
+        assert one.dtype is other.dtype
+        assert torch.equal(one, other)
+    step(into, its_optimizer)
 
 
 def test_a_cast_rule_leaves_integers_and_must_meet_the_live_dtype(tmp_path: Path) -> None:

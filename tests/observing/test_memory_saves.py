@@ -135,7 +135,8 @@ def test_top_shows_the_age_of_the_newest_state_in_memory_beside_that_in_storage(
     write_records(Path(recorded).parent / "live", [_later(record, late_s) for record in records])
     lines = holdfast_command("top", recorded, "--events", str(Path(recorded).parent / "live")).lines
     told = re.fullmatch(
-        r"newest durable state: ([0-9.]+) s old; newest in memory: ([0-9.]+) s old, after 9 saves to memory alone",
+        r"newest durable state: ([0-9.]+) s old, \d+ steps back; newest in memory: ([0-9.]+) s old, after 9 saves to "
+        r"memory alone",
         lines[1],
     )
     assert told is not None, lines[1]

@@ -129,6 +129,14 @@ def test_a_checkpoint_that_three_jobs_have_resumed_in_vain_is_passed_over(job: N
     checkpointer.close()
 
 
+def test_training_may_be_told_to_stop_when_saves_fail(job: Names) -> None:
+    (code,) = (code for code in snippets("checkpointer") if "StopAfter" in code)
+    for line in code.splitlines():
+        checkpointer = eval(line, job | {"run": "runs/stopped"})
+        assert isinstance(checkpointer, holdfast.Checkpointer)
+        checkpointer.close()
+
+
 def test_a_fork_goes_on_at_the_step_after_the_checkpoint(job: Names) -> None:
     holdfast.save("runs/gpt", {"model": nn.Linear(2, 2)}, 7)
     (code,) = (code for code in snippets("checkpointer") if "fork=True" in code)
@@ -307,7 +315,7 @@ def test_a_plain_model_loads_what_stands_at_the_path_of_an_engine(job: Names) ->
 def test_every_piece_of_code_in_the_guides_is_run_by_a_test() -> None:
     run = {
         "ddp": 2,
-        "checkpointer": 7,
+        "checkpointer": 8,
         "data": 3,
         "deepspeed": 3,
         "matrix": 2,  # `tests/jobs/test_matrix.py`

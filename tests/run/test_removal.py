@@ -133,7 +133,7 @@ def test_a_save_that_slept_while_others_finished_and_removed_its_checkpoint_is_t
     assert steps(run) == [60, 30, 20, 10]
 
 
-def stopped(run: Run, work: Callable[[Run], None], num_changes: int) -> bool:
+def stopped(run: Run, work: Callable[[Run], object], num_changes: int) -> bool:
     """Whether the process died before it came to its end."""
     try:
         work(Run.open(FaultyStore(run.storage, DieAt(num_changes))))

@@ -8,7 +8,7 @@ can lie between those of the other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import combinations_with_replacement, islice
 from threading import Condition, Thread
 
@@ -95,9 +95,10 @@ def counted(work: Callable[[Run], object], run: Run) -> int:
 
 
 def raced(
-    run: Run, work: Callable[[Run], object], before: Sequence[int]
+    run: Run, work: Callable[[Run], object], before: Sequence[int], removal: Callable[[Run], object] | None = None
 ) -> tuple[BaseException | None, BaseException | None]:
-    """The errors of the remover and of `work`, whose requests took turns."""
+    """The errors of the remover and of `work`, whose requests took turns. The remover does `removal`, by default that
+    of the checkpoint at `PLACE`."""
     turns = Turns(before)
     found: dict[str, BaseException | None] = {"remover": None, "other": None}
 
@@ -111,9 +112,9 @@ def raced(
 
     theirs = Run(FaultyStore(run.storage, turns.remover), run.marker)
     ours = Run(FaultyStore(run.storage, turns.other), run.marker)
-    commit = run.find(place=PLACE)
+    remove = removal or partial(remove_checkpoint, commit=run.find(place=PLACE))
     threads = [
-        Thread(target=go, args=("remover", lambda: remove_checkpoint(theirs, commit))),
+        Thread(target=go, args=("remover", lambda: remove(theirs))),
         Thread(target=go, args=("other", lambda: work(ours))),
     ]
     for thread in threads:

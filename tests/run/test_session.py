@@ -298,3 +298,39 @@ def test_a_load_from_another_run_gives_no_right_to_this_one() -> None:
     job.session.note_loaded(Load(there.location.url, run.run_id, Place(1, 1), seen=1))
     with pytest.raises(HoldfastError, match=r"config\.unloaded_history"):
         job.begin()
+
+
+def unseen(job: Job) -> Place | None:
+    """The place of a save that cannot reach the store."""
+    session = job.session
+    found = session.begin_unseen(job.storage.location, session.sources(list))
+    return None if found is None else found.place
+
+
+def test_a_save_that_cannot_reach_the_store_takes_the_next_place_of_its_own_epoch() -> None:
+    job = Job(MemoryStore())
+    assert unseen(job) is None, "it has no epoch yet"
+    job.save(1)
+    assert [unseen(job), unseen(job), job.save(4)] == [Place(1, 2), Place(1, 3), Place(1, 4)]
+
+
+def test_only_the_store_can_tell_what_a_save_after_a_load_goes_on_from() -> None:
+    job = Job(MemoryStore())
+    job.save(1)
+    job.load(job.save(2))
+    assert unseen(job) is None
+    job.save(3)
+    assert unseen(job) is not None
+
+
+def test_what_a_fenced_job_saved_without_a_look_at_the_store_is_refused_at_its_commit() -> None:
+    old, new = Job(storage := MemoryStore()), Job(storage)
+    old.save(1)
+    new.load()
+    new.save(2)
+    place = unseen(old)
+    assert place == Place(1, 2)
+    with pytest.raises(FencedError):
+        Run.open(storage).check_fence(place.epoch)
+    with pytest.raises(FencedError):
+        old.begin()

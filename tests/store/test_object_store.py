@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -18,13 +20,17 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
-from holdfast.store.base import Location, Store, StreamingReader
+from holdfast.store import object_client
+from holdfast.store.base import Bytes, Location, Store, StreamingReader
 from holdfast.store.object_writer import UploadAbortedError
 from holdfast.store.objects import ObjectStore
+from holdfast.store.retry_budget import RetryBudget
+from holdfast.store.timed import TimedStore
 from holdfast.store.urls import location_of, open_store, text_of
 from holdfast.testing import StoreConformance
 from tests.store.test_fault_proxy import SIGNED
 from tests.store.test_posix_storage import random_bytes
+from tests.support.nursery import until
 from tests.support.servers.fault_proxy import FaultProxy
 from tests.support.servers.faults import Fault, on
 from tests.support.servers.s3 import Bucket
@@ -400,6 +406,87 @@ def test_a_burst_of_refusals_is_survived(broken: ObjectStore, proxy: FaultProxy)
     broken.create("a", b"x")
     with proxy.faults(on().times(3).answers(503)):
         assert broken.read("a") == b"x"
+
+
+def test_throttling_for_longer_than_a_few_tries_slows_a_request_and_does_not_fail_it(
+    broken: ObjectStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken.create("a", b"x")
+    monkeypatch.setattr(object_client, "_BUDGET", RetryBudget(total_s=60, longest_s=0.05))
+    with proxy.faults(on().times(30).answers(503)):
+        assert broken.read("a") == b"x"
+
+
+def test_a_request_that_fails_for_ever_ends_before_the_time_of_its_caller_with_the_answer_of_the_server(
+    broken: ObjectStore, proxy: FaultProxy
+) -> None:
+    broken.create("a", b"x")
+    attempts: tuple[Callable[[Store], object], ...] = (
+        lambda store: store.read("a"),
+        lambda store: store.list(""),
+        lambda store: store.create("b", b""),
+    )
+    for attempt in attempts:
+        with (
+            TimedStore(broken, timeout_s=1.5) as store,
+            proxy.faults(on().answers(503)),
+            pytest.raises(StorageError) as caught,
+        ):
+            attempt(store)
+        assert (caught.value.code, caught.value.retryable) == ("storage.throttled", True)
+
+
+def uploading() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "holdfast-upload"]
+
+
+def write_within(store: ObjectStore, timeout_s: float, content: Bytes) -> None:
+    """Write `content` as a save does."""
+    with TimedStore(store, timeout_s=timeout_s) as timed:
+
+        def write() -> None:
+            writer = timed.limit.direct_writer(timed, "file", nbytes=len(content))
+            try:
+                writer.write_at(0, content)
+                writer.publish(len(content))
+            except BaseException:
+                writer.abort()
+                raise
+
+        timed.limit.run("write", "file", lambda: timed.limit.repeated(write))
+
+
+def test_an_upload_whose_part_hangs_ends_with_the_time_of_its_caller_and_releases_the_memory(
+    broken: ObjectStore, proxy: FaultProxy
+) -> None:
+    content = random_bytes(3 * PART)
+    memory = weakref.ref(content)
+    gate = threading.Event()
+    with proxy.faults(on("PUT", "*partNumber=2*").waits_for(gate)), pytest.raises(StorageError) as caught:
+        write_within(broken, 2.0, content)
+    assert caught.value.code == "storage.timeout"
+    del content, caught
+    until(lambda: not uploading(), timeout_s=20)
+    until(lambda: gc.collect() >= 0 and memory() is None, timeout_s=20)
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        on("PUT", "*partNumber=2*").once().answers(409),
+        on("POST", "*uploadId=*").once().answers(409),
+        on("POST", "*uploads*").once().answers(200, body=b"<html>no XML of S3</html>"),
+    ],
+    ids=["a part", "the end", "a beginning that makes no sense"],
+)
+def test_an_upload_that_the_server_refuses_for_a_moment_begins_anew(
+    broken: ObjectStore, store: ObjectStore, proxy: FaultProxy, fault: Fault
+) -> None:
+    content = random_bytes(2 * PART + 7)
+    with proxy.faults(fault):
+        write_within(broken, 60.0, content)
+    assert store.read("file") == content.tobytes()
 
 
 def test_a_server_that_is_down_is_reported_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

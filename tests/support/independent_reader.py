@@ -58,7 +58,8 @@ def record(path: Path, kind: str) -> Members:
     check(data[-46:] == f',"digest":"{digest(data[:-46])}"}}\n'.encode(), f"{path} does not match its digest")
     members: Members = msgspec.json.decode(data[:-46] + b"}")
     check(members["holdfast"] == kind, f"{path} is a record of another kind")
-    check(not members["reader_features"], f"{path} needs unknown features: {members['reader_features']}")
+    unknown = set(members["reader_features"]) - ({"references"} if kind == "seal" else set())
+    check(not unknown, f"{path} needs unknown features: {unknown}")
     return members
 
 
@@ -90,6 +91,9 @@ def check_commit(commit: Members, seal: Members, sealed: bytes, body: Members) -
         "seal": {"nbytes": len(sealed), "digest": digest(sealed)},
         "nbytes": sum(file["nbytes"] for file in seal["files"]),
     }
+    referenced = sum(file["nbytes"] for file in seal["files"] if "checkpoint" in file)
+    check(commit.get("referenced_nbytes", 0) == referenced, "the commit has another sum of what is referenced")
+    check(bool(referenced) == ("references" in seal["reader_features"]), "references without the feature")
     check(commit | expected == commit, "the commit is not that of the seal and the manifest")
     metrics = {name: value if isfinite(value) else repr(value) for name, value in body["metrics"].items()}
     check(repr(commit["metrics"]) == repr(metrics), "the commit has other metrics than the manifest")
@@ -111,7 +115,7 @@ def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
     unpacked = inflate.decompress(data[48 : 48 + compressed], packed)
     check(len(unpacked) == packed and inflate.eof and not inflate.unused_data, "the body has another length")
     body: Members = msgspec.msgpack.decode(unpacked)
-    unknown = set(body["reader_features"]) - {"small-last"}
+    unknown = set(body["reader_features"]) - {"small-last", "still-files", "references"}
     check(not unknown, f"the manifest needs unknown features: {unknown}")
     planes = BytesIO(data[48 + compressed :])
     sequences = [sequence(planes, *encoded) for encoded in body["sequences"]]
@@ -121,7 +125,17 @@ def parse_manifest(data: bytes) -> tuple[Members, list[list[int]]]:
     check(body["diverged"] == sorted(set(body["diverged"]) & set(body["names"])), "a mark of divergence on nothing")
     writers = pick(sequences, body["writers"])
     check(len(writers) == body["num_files"] and [-1, *writers] == sorted({-1, *writers}), "impossible writers")
+    candidates = [file for file, _, _ in body.get("references", [])]
+    check(candidates == sorted(set(candidates)), "impossible references")
+    check(bool(candidates) == ("references" in body["reader_features"]), "references without the feature")
+    check(all(file in still(body, sequences) for file in candidates), "a reference to a file that is not still")
     return body, sequences
+
+
+def still(body: Members, sequences: list[list[int]]) -> set[int]:
+    """The numbers of the still files."""
+    writers = pick(sequences, body["writers"])
+    return {file for file, key in enumerate(writers) if key % 2 and "still-files" in body["reader_features"]}
 
 
 def sequence(planes: BytesIO, form: str, *rest: Any) -> list[int]:
@@ -155,6 +169,7 @@ class File:
     members: Members = field(default_factory=dict)
     nbytes: int = 0
     bound: int = 0
+    is_still: bool = False
 
     def add(self, name: str, code: str, shape: list[int], nbytes: int, bound: int) -> slice:
         """Add an entry; where in the data section it is."""
@@ -166,7 +181,10 @@ class File:
 
     def verified(self, folder: Path, checkpoint_id: str, sealed: Members) -> bytes:
         """The data section, after every byte of the file was checked."""
-        path = folder / f"data-{self.index:05d}.safetensors"
+        path = folder / f"{'still' if self.is_still else 'data'}-{self.index:05d}.safetensors"
+        if "checkpoint" in sealed and not path.exists():
+            path = folder.parent / sealed["checkpoint"] / path.name
+            checkpoint_id = sealed["checkpoint"][-16:]
         num_blocks = -(-self.nbytes // BLOCK)
         data_start = -(-(9 + 86 + len(str(self.index)) + 32 * num_blocks + self.bound) // 4096) * 4096
         data = path.read_bytes()
@@ -182,6 +200,8 @@ class File:
         text = json.dumps({"__metadata__": metadata} | self.members, separators=(",", ":"))
         written = (data_start - 8).to_bytes(8, "little") + text.encode("ascii").ljust(data_start - 8)
         check(header == written, f"{path}: the header is not the one that belongs there")
+        anybody = header.replace(f'"checkpoint":"{checkpoint_id}"'.encode(), b'"checkpoint":"%s"' % (b"0" * 16), 1)
+        check(sealed.get("content", "") == (digest(anybody) if self.is_still else ""), f"{path}: another content")
         return section
 
 
@@ -221,7 +241,7 @@ def boxes_of(form: str, rest: list[Any], axes: list[int], sequences: list[list[i
 
 def locate(body: Members, sequences: list[list[int]]) -> tuple[dict[str, Tensor], list[File]]:
     """All tensors, and all files with what their tensors and values take there."""
-    files = [File(index) for index in range(body["num_files"])]
+    files = [File(index, is_still=index in still(body, sequences)) for index in range(body["num_files"])]
     tensors: dict[str, Tensor] = {}
     tables = (body["dtype_table"], body["shape_table"], body["partition_table"])
     rows = zip(body["names"], body["dtypes"], body["shapes"], body["partitions"], strict=True)

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.container import FileLayout, Files
-from holdfast.format.manifest import DecodedManifest, DecodedTable
+from holdfast.format.manifest import Candidate, DecodedManifest, DecodedTable
 from holdfast.io.sources import Source
 from holdfast.state.flatten import FlatState
 from holdfast.state.local_memory import LocalPieces, MemorySource, packed
@@ -20,27 +20,32 @@ T = TypeVar("T", bound=DecodedTable)
 
 @dataclass(frozen=True)
 class WriteAssignment(Generic[T]):
-    """A rank's share in a plan: the layout of its data file, or None if it writes none. The share is the same in every
-    save by the plan, which `turn` counts.
+    """A rank's share in a plan: the layouts of its data files, of which it has none, a moving one, a still one, or
+    both in that order. The share is the same in every save by the plan, which `turn` counts.
     """
 
     plan_id: str
     manifest: T
-    layout: FileLayout | None
+    layouts: tuple[FileLayout, ...]
     turn: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its data files together."""
+        return sum(layout.nbytes for layout in self.layouts)
 
     @staticmethod
     def in_manifest(plan_id: str, manifest: T, rank: int) -> WriteAssignment[T]:
         """The share of `rank` in the first checkpoint of a plan, or in its table."""
-        writers = manifest.sequence(manifest.body.writers)
-        index = int(np.searchsorted(writers, rank))
-        has_file = index < len(writers) and writers[index] == rank
-        return WriteAssignment(plan_id, manifest, Files(manifest).layout(index) if has_file else None, 0)
+        first, stop = np.searchsorted(manifest.writers, [rank, rank + 1]).tolist()
+        files = Files(manifest)
+        return WriteAssignment(plan_id, manifest, tuple(map(files.layout, range(first, stop))), 0)
 
-    def again(self: StoredShare, **identity: object) -> StoredShare:
-        """The same share in the next checkpoint by the plan. Its manifest differs from the last one in `identity`."""
-        body = msgspec.structs.replace(self.manifest.body, **identity)
-        return WriteAssignment(self.plan_id, self.manifest.with_body(body), self.layout, self.turn + 1)
+    def again(self: StoredShare, references: tuple[Candidate, ...], **identity: object) -> StoredShare:
+        """The same share in the next checkpoint by the plan. Its manifest differs from the last one in `identity`, and
+        in the candidates of its still files (`references`)."""
+        body = msgspec.structs.replace(self.manifest.body, **identity).with_references(references)
+        return WriteAssignment(self.plan_id, self.manifest.with_body(body), self.layouts, self.turn + 1)
 
 
 #: The share of a rank in a checkpoint that is stored.

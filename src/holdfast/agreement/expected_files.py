@@ -32,8 +32,8 @@ class _Summary(msgspec.Struct, frozen=True):
 
 
 def expected_nbytes(flat: FlatState | Exception, ranks: Sequence[int], channel: Channel, deadline: Deadline) -> int:
-    """The size of the data file that this rank would write if the state `flat` were saved; 0 if it writes none. `ranks`
-    are the global ranks of the job. The tensors may be on the meta device. Collective.
+    """The size of the data files that this rank would write if the state `flat` were saved; 0 if it writes none.
+    `ranks` are the global ranks of the job. The tensors may be on the meta device. Collective.
 
     Raises, on all ranks, the error of a rank whose state could not be walked (`flat`), and of one that cannot be
     planned.
@@ -64,8 +64,7 @@ def expected_nbytes(flat: FlatState | Exception, ranks: Sequence[int], channel: 
     )
     body = done(mine).layout.body if channel.rank in asked else b""
     table = fmt.decode_table(channel.exchange("expected files", body, plan, deadline), path=_NAME)
-    layout = WriteAssignment.in_manifest("", table, rank).layout
-    return 0 if layout is None else layout.nbytes
+    return WriteAssignment.in_manifest("", table, rank).nbytes
 
 
 def _summary(mine: RankState) -> _Summary:

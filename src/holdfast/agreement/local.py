@@ -35,7 +35,7 @@ class RankState:
     @staticmethod
     def of(flat: FlatState, *, number: int, rank: int) -> RankState:
         """Make the description of `flat`; `rank` is this process's rank in the job."""
-        layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases)
+        layout = RankLayout.of([tensor.layout for tensor in flat.tensors.values()], flat.aliases, flat.still)
         return RankState(number, flat, layout, value_codec.encode(flat.nodes), LocalPieces(rank))
 
     def describe(self, turn: int | None, *, plan_id: str, alone: bool) -> Described:

@@ -38,7 +38,7 @@ class SaveRequest:
         return run, self.identity(run.run_id, place)
 
     def identity(self, run_id: str, place: Place) -> CheckpointIdentity:
-        """The identity of the checkpoint at `place`, with a new id."""
+        """The identity of a checkpoint at `place`."""
         return CheckpointIdentity(
             checkpoint_id=secrets.token_hex(8),
             run_id=run_id,

@@ -6,8 +6,8 @@ store, and a new tier adds copies here and changes no reader.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -51,45 +51,55 @@ class Catalogue:
     """The copies of one checkpoint's files, on one rank. All ranks that read together know the same tiers and holders.
 
     `nearer` has, by the file's name, the copies on nodes, the nearest first. Behind them, every file is in `storage`,
-    where its key begins with `prefix`; None for a state that was never stored.
+    where its key begins with `prefix`; None for a state that was never stored. A file that is not there is the one in
+    `elsewhere`, which an earlier checkpoint has.
     """
 
     nearer: Mapping[str, Sequence[FileCopy]]
     storage: Store | None = None
     prefix: str = ""
+    elsewhere: Mapping[str, FileCopy] = field(default_factory=dict)
+    #: Where files of `elsewhere` were found: in the checkpoint's own folder, or there.
+    _found: dict[str, FileCopy] = field(default_factory=dict, compare=False, repr=False)
 
     def copies(self, name: str) -> tuple[FileCopy, ...]:
         """The copies of file `name`, the nearest first."""
         nearer = tuple(self.nearer.get(name, ()))
-        if self.storage is None:
-            return nearer
-        return (*nearer, FileCopy(self.storage, self.prefix + name, Tier.STORAGE))
+        return nearer if self.storage is None else (*nearer, self.stored(name))
 
     def nearest(self, name: str) -> FileCopy:
         """The copy of file `name` to read."""
-        return self.copies(name)[0]
+        nearer = self.nearer.get(name)
+        return nearer[0] if nearer else self.stored(name)
 
-    def holders(self, num_files: int) -> tuple[int, ...] | None:
-        """For each data file, the only rank that can read it, or `EVERY_RANK`; None if every rank can read them all."""
+    def stored(self, name: str) -> FileCopy:
+        """The copy of file `name` in storage. One request, the first time, for a file that an earlier checkpoint has:
+        its own folder comes first."""
+        assert self.storage is not None
+        own = FileCopy(self.storage, self.prefix + name, Tier.STORAGE)
+        other = self.elsewhere.get(name)
+        if other is None:
+            return own
+        if name not in self._found:
+            self._found[name] = other if self.storage.nbytes(own.key) is None else own
+        return self._found[name]
+
+    def holders(self, names: Iterable[str]) -> tuple[int, ...] | None:
+        """For each of these data files, the only rank that can read it, or `EVERY_RANK`; None if every rank can read
+        them all."""
         if not self.nearer:
             return None
-        holders = tuple(copy.holder for copy in self._data_files(num_files))
+        holders = tuple(self.nearest(name).holder for name in names)
         return holders if any(holder != EVERY_RANK for holder in holders) else None
 
-    def is_prompt(self, num_files: int) -> bool:
-        """Whether reads of all data files wait for nothing."""
-        return bool(self.nearer) and all(copy.tier.is_prompt for copy in self._data_files(num_files))
+    def is_prompt(self, names: Iterable[str]) -> bool:
+        """Whether reads of all these data files wait for nothing."""
+        return bool(self.nearer) and all(self.nearest(name).tier.is_prompt for name in names)
 
-    def capabilities(self, num_files: int) -> Capabilities:
-        """The abilities of the store that takes the largest requests, of those that the data files are read from."""
+    def capabilities(self, names: Iterable[str]) -> Capabilities:
+        """The abilities of the store that takes the largest requests, of those that these data files are read from."""
         if not self.nearer:
             return Capabilities() if self.storage is None else self.storage.capabilities
-        stores = {id(copy.store): copy.store for copy in self._data_files(num_files)}
+        stores = {id(copy.store): copy.store for copy in map(self.nearest, names)}
         found = (store.capabilities for store in stores.values())
         return max(found, key=lambda each: each.request_nbytes, default=Capabilities())
-
-    def _data_files(self, num_files: int) -> Iterator[FileCopy]:
-        """The nearest copies of all data files."""
-        from holdfast.format.manifest import file_name  # needs numpy, which commands that list records do without
-
-        return (self.nearest(file_name(index)) for index in range(num_files))

@@ -10,7 +10,6 @@ import numpy as np
 from holdfast.checkpoint.catalogue import Catalogue
 from holdfast.checkpoint.delivery import Delivery, Targets
 from holdfast.errors import CorruptError
-from holdfast.format import manifest as fmt
 from holdfast.format.container import BLOCK_NBYTES, FilePlaces, Files, StoredCells
 from holdfast.format.manifest import DecodedTable
 from holdfast.format.names import shown
@@ -58,21 +57,21 @@ class DataFiles:
     @property
     def holders(self) -> tuple[int, ...] | None:
         """For each file, the only rank that can read it: see `Catalogue.holders`."""
-        return self.catalogue.holders(self.manifest.body.num_files)
+        return self.catalogue.holders(self.manifest.file_names)
 
     @property
     def is_prompt(self) -> bool:
         """Whether reads of the files wait for nothing: see `Catalogue.is_prompt`."""
-        return self.catalogue.is_prompt(self.manifest.body.num_files)
+        return self.catalogue.is_prompt(self.manifest.file_names)
 
     @property
     def capabilities(self) -> Capabilities:
         """The abilities of the store that they are read from: see `Catalogue.capabilities`."""
-        return self.catalogue.capabilities(self.manifest.body.num_files)
+        return self.catalogue.capabilities(self.manifest.file_names)
 
     def key(self, file: int) -> str:
         """The key of the nearest copy of file number `file`, without its folder."""
-        return self.catalogue.nearest(fmt.file_name(file)).key.rpartition("/")[2]
+        return self.catalogue.nearest(self.manifest.file_name(file)).key.rpartition("/")[2]
 
     def path(self, name: str) -> str:
         """Full path of the nearest copy of file `name`."""
@@ -153,13 +152,13 @@ class DataFiles:
         open_reader: OpenReader = open_reader,
     ) -> DataFile:
         """Open a data file. `verify` has no effect on files without a seal."""
-        copy = self.catalogue.nearest(fmt.file_name(index))
+        copy = self.catalogue.nearest(self.manifest.file_name(index))
         return DataFile(open_reader(copy.store, copy.key), copy.path, data_start, data_nbytes, None)
 
     def corrupt_block(self, file: DataFile, block: int) -> CorruptError:
         """The error for a block that does not match its digest; names the tensors that lie in it."""
         name = file.path.rsplit("/", 1)[-1]
-        index = next(i for i in range(self.manifest.body.num_files) if fmt.file_name(i) == name)
+        index = self.manifest.file_names.index(name)
         low, high = block * BLOCK_NBYTES, (block + 1) * BLOCK_NBYTES
         hit = list(self._names_between(index, low, high))
         held = ", ".join(map(shown, hit[:5])) + (f" and {len(hit) - 5} more" if len(hit) > 5 else "")

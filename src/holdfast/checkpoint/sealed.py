@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.checkpoint.catalogue import Catalogue, FileCopy
+from holdfast.checkpoint.catalogue import Catalogue, FileCopy, Tier
 from holdfast.format.records import Commit, Seal
-from holdfast.store.base import Store
+from holdfast.store.base import Location, Store
+from holdfast.store.timed import timed_alike
+from holdfast.store.urls import open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +31,39 @@ class Sealed:
     @property
     def catalogue(self) -> Catalogue:
         """The catalogue of the copies of the checkpoint's files."""
-        return Catalogue(self.nearer, self.storage, self.prefix)
+        return Catalogue(self.nearer, self.storage, self.prefix, self._elsewhere())
 
     def key(self, name: str) -> str:
-        """The key of file `name` of the checkpoint in `storage`."""
+        """The key of file `name` in the checkpoint's own folder in `storage`."""
         return self.prefix + name
+
+    def lacking(self) -> list[str]:
+        """The names of the files that do not exist in storage with their sealed sizes. One request per file."""
+        catalogue, files = self.catalogue, (self.seal.manifest, *self.seal.files)
+        copies = [catalogue.stored(file.name) for file in files]
+        pairs = zip(files, copies, strict=True)
+        return [file.name for file, copy in pairs if copy.store.nbytes(copy.key) != file.nbytes]
+
+    def _elsewhere(self) -> dict[str, FileCopy]:
+        """The files that earlier checkpoints have, by name. Their folders lie beside this one."""
+        referenced = self.seal.referenced
+        if not referenced:
+            return {}
+        store, above = (self.storage, _above(self.prefix)) if self.prefix else (_store_around(self.storage), "")
+        if store is None:
+            return {}
+        return {
+            file.name: FileCopy(store, f"{above}{file.checkpoint}/{file.name}", Tier.STORAGE) for file in referenced
+        }
+
+
+def _above(prefix: str) -> str:
+    return prefix.rstrip("/").rpartition("/")[0] + "/"
+
+
+def _store_around(storage: Store) -> Store | None:
+    """The store of the folder that the root of `storage` lies in; None where that is no folder."""
+    location = storage.location
+    if location.folder is not None:
+        location = Location(storage.resolved(), location.options)
+    return None if location.parent is None else timed_alike(open_store(location.parent), storage)

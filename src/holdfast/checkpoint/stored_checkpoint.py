@@ -71,11 +71,12 @@ class Checkpoint(StoredState):
             raise self._corrupt(records.SEAL_NAME, "its manifest describes another checkpoint")
         if run_id is not None and run_id != body.run_id:
             raise self._corrupt(seal.manifest.name, f"it belongs to another run ({body.run_id})")
-        names = [fmt.file_name(index) for index in range(len(seal.files))]
-        if len(names) != body.num_files or [file.name for file in seal.files] != names:
+        if [file.name for file in seal.files] != self.manifest.file_names:
             raise self._corrupt(
                 records.SEAL_NAME, f"it does not list the {count(body.num_files, 'data file')} of its manifest"
             )
+        if any(not fmt.is_still_name(file.name) for file in seal.referenced):
+            raise self._corrupt(records.SEAL_NAME, "it names an earlier checkpoint for tensors that training changes")
         # Checked before any caller allocates memory for the tensors that the manifest claims.
         if fmt.data_nbytes(body) > sum(file.nbytes for file in seal.files):
             raise self._corrupt(records.SEAL_NAME, "its files are smaller than the tensors of its manifest")
@@ -127,7 +128,7 @@ class Checkpoint(StoredState):
         open_reader: OpenReader = open_reader,
     ) -> DataFile:
         """Open a data file, and check its size, and with `verify` its digest table, against the seal."""
-        name, sealed = fmt.file_name(index), self.seal.files[index]
+        name, sealed = self.manifest.file_name(index), self.seal.files[index]
         with self._sealed_file(name):
             file = super().open_file(
                 index, data_start=data_start, data_nbytes=data_nbytes, verify=verify, open_reader=open_reader
@@ -156,7 +157,9 @@ class Checkpoint(StoredState):
         reader.read_at(TABLE_OFFSET, text)
         table = parse_table(text.tobytes())
         if xxhash.xxh3_128_hexdigest(table) != self.seal.files[index].digest:
-            raise self._corrupt(fmt.file_name(index), "its digest table is not the one that the seal describes")
+            raise self._corrupt(
+                self.manifest.file_name(index), "its digest table is not the one that the seal describes"
+            )
         return table
 
     def _values(self, block: ValueBlock) -> dict[str, Node]:
@@ -177,7 +180,7 @@ class Checkpoint(StoredState):
         with pipeline_pool() as pool:
             job = ReadJob(data_nbytes, open_, [extent], deliver)  # mostly of one chunk
             read_files([job], pool=pool, on_corrupt=self.corrupt_block, num_threads=1)
-        name = fmt.file_name(block.file)
+        name = self.manifest.file_name(block.file)
         nodes = unpack_values(out.tobytes(), path=self.path(name))
         if list(nodes) != sorted(block.paths):  # decoding has found the nodes sorted
             raise self._corrupt(name, "its values are not those that the manifest lists")
@@ -202,6 +205,13 @@ class Checkpoint(StoredState):
         except NotFoundError as error:
             what = f"is incomplete: {error.message}"
             action = "Restore the file from another copy of the run, or load an older checkpoint."
+            holder = next((file.checkpoint for file in self.seal.referenced if file.name == name), None)
+            if holder is not None:
+                what = f"needs {name!r} of the earlier checkpoint {holder}, which is not there: {error.message}"
+                action = (
+                    f"Put that file into the folder {holder} beside this checkpoint's folder, or into this folder. To "
+                    "copy one checkpoint alone, make it self-contained first: holdfast compact RUN@PLACE."
+                )
             if self._is_removed():
                 what = "was deleted from its run after it was opened: by a keep policy, `holdfast prune` or `rm`."
                 action = "Read another checkpoint. Pin the one you read, and no policy deletes it: `holdfast pin`."

@@ -29,6 +29,7 @@ from holdfast.checkpointer.background_save import SavingJob
 from holdfast.checkpointer.disk_room import once_it_fits
 from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
+from holdfast.checkpointer.failed_saves import FailedSaves
 from holdfast.checkpointer.first_save import check_loaded
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
@@ -38,15 +39,15 @@ from holdfast.checkpointer.memory_option import Memory, NodeDirs, own_node_dir
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
-from holdfast.checkpointer.open_saves import OpenSaves
 from holdfast.checkpointer.option_checks import check_options, checked_disk
 from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.restoring import restore, with_load
 from holdfast.checkpointer.save_errors import closed, interrupted, is_unusable, no_memory, no_policy, without_memory
-from holdfast.checkpointer.save_log import SaveLog, log_restored, warn_of_loss
+from holdfast.checkpointer.save_log import SaveLog, log_restored
 from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.checkpointer.saves_under_way import SavesUnderWay
 from holdfast.checkpointer.signals import LEAVING_SIGNALS_S, note_signals
 from holdfast.checkpointer.state_advice import advise_on_randomness, warn_of_copies
 from holdfast.checkpointer.storage_save import save_through
@@ -58,6 +59,7 @@ from holdfast.format.patterns import Globs
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.phases import LOG
 from holdfast.policy.keep import KeepPolicy
+from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import SavePolicy
 from holdfast.run.paths import parse, selected
 from holdfast.run.session import JOB
@@ -86,7 +88,9 @@ class Checkpointer:
     one plain process may call them too. Every save walks `state` again. If the run has a history, this job must have
     restored or loaded from it, unless ``takeover=True``; a takeover happens once, at the first save, or with "always"
     whenever other jobs have saved since, as jobs with one live state do in turn. If storage is slower than saves come,
-    ``when_full`` says whether a save then waits for a slot of memory, or all ranks skip it. `keep` says which
+    ``when_full`` says whether a save then waits for a slot of memory, or all ranks skip it. A save that fails because
+    of the store, after an earlier call has worked, is in the log and in its handle, and training goes on;
+    ``on_failed_save=StopAfter(...)`` says when it ends instead. `keep` says which
     checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the first rank deletes, in the
     background, the other ones on the head's lineage (default: all stay). `initial` is the path of the checkpoint that a
     run without checkpoints begins with, at step 0, or at the step after it (`fork`). `max_resumes` is the limit for
@@ -116,6 +120,7 @@ class Checkpointer:
         group: ProcessGroup | None = None,
         takeover: bool | Literal["always"] = False,
         when_full: Literal["wait", "skip"] = "wait",
+        on_failed_save: Literal["warn"] | StopAfter = "warn",
         listeners: Sequence[EventListener] = (),
         timeout_s: float = 600.0,
     ) -> None:
@@ -128,6 +133,7 @@ class Checkpointer:
             max_resumes=max_resumes,
             takeover=takeover,
             when_full=when_full,
+            on_failed_save=on_failed_save,
             timeout_s=timeout_s,
         )
         check_group(group)
@@ -150,7 +156,7 @@ class Checkpointer:
         self._tier: MemoryTier | None = None
         self._is_closed = False
         self._turn = turn_in(self._run)
-        self._saves = OpenSaves()
+        self._handles = SavesUnderWay()
         #: The guard of saves to storage; the memory tier has its own.
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
@@ -165,6 +171,7 @@ class Checkpointer:
         self._loop: Loop | None = None
         self._was_preempted, self._ignores_s = False, 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
+        self._failed = FailedSaves(on_failed_save, self._observers.hear)
         self._pruning = Pruning(keep, lambda: self._run)
         self._own_resume = OwnResume(lambda: self._run, max_resumes, takeover)
         JOB.note_trained()
@@ -191,7 +198,8 @@ class Checkpointer:
                 handle.
             FencedError: this job must stop, because another one has taken over the run. A save that finds this out in
                 the background stores it in its handle, and the next save raises it.
-            DeadlineError: ranks did not answer, or no slot became free.
+            DeadlineError: ranks did not answer, or the first save found no free slot.
+            StorageError: code ``storage.stopped``: `on_failed_save` ends training, on all ranks at the same step.
             ConfigurationError: code ``config.closed``, after `close`; ``config.no_memory``, if it has `memory_only` and
                 this object has ``memory=None``; ``config.nested``, where the handler of a signal,
                 ``__del__`` or a callback calls it while its thread is inside a call of the library. That outer call is
@@ -210,30 +218,36 @@ class Checkpointer:
         self._pruning.note_metrics(checked_metrics(metrics), self._group)
         self._observers.tell_steps()
         heard_by = self._observers.listeners if self._loop is None else (self._loop.hear, *self._observers.listeners)
-        heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by)
+        heard_by = (self._pruning.listener(), self._own_resume.hear, *heard_by, self._failed.hear)
         machine = SaveMachine(handle.step, handle.hear, SaveLog(handle).hear, *heard_by, memory_only=memory_only)
         with self._turn.taken("save"):
             begun_s = time.monotonic()
-            self._save(machine, metrics)
+            has_failed = self._save(machine, metrics)
             machine.give_back(time.monotonic() - begun_s)
             if not handle.skipped:
-                self._saves.add(handle)
+                self._handles.add(handle)
             # A skipped save to memory alone is not tried again at once: there will be a next one.
             if self._loop is not None and (memory_only or not handle.skipped):
                 self._loop.saved(begun_s, memory_only=memory_only)
+            self._failed.settle(handle, has_failed=has_failed, group=self._group, timeout_s=self._limit_s)
             return handle
 
-    def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> None:
+    def _save(self, machine: SaveMachine, metrics: Mapping[str, SupportsFloat] | None) -> bool:
+        """Save, or end the save with an error, on all ranks alike. Returns whether it ended so."""
         save = partial(self._save_once, machine, numbers_of(metrics))
-        self._saves.forget_ended()
+        self._handles.forget_ended()
         try:
             once_it_fits(save, self._pruning, step=machine.step, group=self._group, timeout_s=self._limit_s)
         except HoldfastError as error:
-            machine.fail(error, is_raised=True)
-            raise
+            goes_on = self._failed.tolerates(error, machine)
+            machine.fail(error, is_raised=not goes_on)
+            if not goes_on:
+                raise
+            return True
         except BaseException:  # Ctrl-C, say: whoever follows the save hears that it has ended
             machine.fail(interrupted(machine.step), is_raised=True)
             raise
+        return False
 
     def _save_once(self, machine: SaveMachine, numbers: dict[str, float], room: RoomMaker) -> None:
         if self._is_in_memory(machine, numbers):
@@ -313,6 +327,7 @@ class Checkpointer:
                     error.action = with_load(error.action, self._run)
                 raise
             report = self._restored = restored.report
+            self._failed.note_restored(report)
             if self._loop is not None and report.load is not None:
                 self._loop.expect(report.next_step)
             log_restored(restoration := StateRestored(self._run, report, self._is_first_rank))
@@ -377,7 +392,7 @@ class Checkpointer:
             _log.warning("step %d is not saved, because the machine is taken away before: %s", step, error.message)
             return None
         finally:
-            self._observers.step_begins(is_saving=self._saves.are_under_way)
+            self._observers.step_begins(is_saving=self._handles.any_goes_on)
 
     @property
     def preempted(self) -> bool:
@@ -424,18 +439,8 @@ class Checkpointer:
         if timeout_s is not None:
             check_timeout(timeout_s)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        self._wait(limit_s)
+        self._handles.wait(limit_s, may_be_fenced=self._takeover == "always")
         self._observers.finish(limit_s)
-
-    def _wait_before_the_end(self, left_s: float) -> None:
-        """Wait until all saves are durable, at most `left_s`, when the machine is gone."""
-        try:
-            self._wait(left_s)
-        except DeadlineError as error:
-            warn_of_loss(error)
-
-    def _wait(self, timeout_s: float) -> None:
-        self._saves.wait(timeout_s, may_be_fenced=self._takeover == "always")
 
     @outer(CHECKPOINTER_CLOSE)
     def close(self) -> None:
@@ -453,10 +458,11 @@ class Checkpointer:
         begun_s, left_s = time.monotonic(), math.inf if self._loop is None else self._loop.preemption.left_s
         self._end_loop()
         try:
+            may_be_fenced = self._takeover == "always"
             if left_s < self._timeout_s:
-                self._wait_before_the_end(left_s)
+                self._handles.wait_before_the_end(left_s, may_be_fenced=may_be_fenced)
             else:
-                self._wait(self._timeout_s)
+                self._handles.wait(self._timeout_s, may_be_fenced=may_be_fenced)
                 self._observers.finish(self._timeout_s, is_last=True)
             self._own_resume.end(left_s - (time.monotonic() - begun_s))
         finally:
@@ -492,7 +498,7 @@ class Checkpointer:
         self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
-        self._saves.forget_ended()
+        self._handles.forget_ended()
         self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
         self._observers.close(is_early=True)
@@ -585,6 +591,7 @@ class Checkpointer:
                 when_full=self._when_full,
                 timeout_s=self._limit_s,
                 left_s=lambda: math.inf if self._loop is None else self._loop.preemption.known_left_s,
+                check=partial(self._failed.check, machine.step),
             )
         except HoldfastError as error:
             if not is_unusable(error):

@@ -133,15 +133,9 @@ class BackgroundSave:
         both, and this rank's state and values."""
         job, known = self.job, self.job.known
         rank, step = job.ranks[self.channel.rank], self.machine.step
-        absent = None if self.stager.disk is None else self.stager.absent_storage
-        timeout_s = self.deadline.for_storage_s
-        if absent is not None and self.stager.first is not None:
-            timeout_s = min(timeout_s, absent.PATIENCE_S)
-        with TimedStore(open_store(job.run), timeout_s=timeout_s) as storage:
+        with TimedStore(open_store(job.run), timeout_s=self.deadline.for_storage_s) as storage:
             request = SaveRequest(storage, step, self.metrics, job.takeover, now(), self.sources)
-            placing = StagedPlace(
-                request, num_ranks=len(job.ranks), memory_only=self.machine.memory_only, absent=absent
-            )
+            placing = StagedPlace(request, num_ranks=len(job.ranks), memory_only=self.machine.memory_only)
             equal = partial(self.sources.made_equal, job.ranks)
             planner = Planner(placing, job.ranks, known.memory, what=f"step {step}", strict=False, equal=equal)
             planning = Planning(self.channel, self.deadline, rank, planner, known, Stopwatch(), answers=ANSWERS)

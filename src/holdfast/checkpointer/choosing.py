@@ -131,20 +131,21 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPar
             with suppress(FileNotFoundError, CorruptError):
                 id_ = contents.checkpoint_id
                 generation = known[id_] = known.get(id_) or read_generation(folder, id_)
-                held.append(
+                held += [
                     HeldFile(
                         contents.run_id,
                         generation.incarnation,
                         id_,
                         contents.place,
                         contents.step,
-                        contents.file,
-                        contents.nbytes,
-                        record.digest,
+                        part.file,
+                        part.nbytes,
+                        digest,
                         record.state == SlotState.COMMITTED,
                         has_trainer(folder, slot.rank),
                     )
-                )
+                    for part, digest in zip(contents.files, record.digests, strict=False)
+                ]
     has_trainers = has_any_trainer(folder)
     for part in parts:
         held += _held_on_disk(part, has_trainers=has_trainers)
@@ -331,7 +332,7 @@ class Survey:
             with suppress(CorruptError):
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
-                files = self._files(checkpoint_id, manifest.body.num_files)
+                files = self._files(checkpoint_id, manifest.file_names)
                 seals = self._seals(run, generation, files)
                 if seals is not None and manifest.body.run_id == run.run_id:
                     return _WholeCheckpoint(stored, seals, files)

@@ -102,12 +102,14 @@ class SaveDelayed(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted(_Timed):
-    """The checkpoint of all ranks is durable and committed. `nbytes` is the size of this rank's part, as far as this
-    rank knows it. For a save to storage, ``seconds`` says how long each phase took on this rank, in their order."""
+    """The checkpoint of all ranks is durable and committed. `nbytes` are the bytes of this rank that went to storage,
+    and ``referenced_nbytes`` those that did not, because an earlier checkpoint has them there; as far as this rank
+    knows them. For a save to storage, ``seconds`` says how long each phase took on this rank, in their order."""
 
     step: int
     nbytes: int
     seconds: Mapping[str, float] = field(default_factory=dict)
+    referenced_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,17 @@ class IntervalChosen(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryPointAged(_Timed):
+    """When a save of `step` begins, and when it fails: the newest durable checkpoint is that of `durable_step`, whose
+    state was taken ``age_s`` before, or restored then. `num_missed` saves in a row have made no checkpoint since."""
+
+    step: int
+    durable_step: int
+    age_s: float
+    num_missed: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExportFinished(_Timed):
     """`ExportHub` has written the checkpoint of `step` into the folder `path`, which is whole and durable: `nbytes` in
     ``took_s``."""
@@ -254,7 +267,7 @@ SaveEvent = (
 #: Events that are about no step.
 StepLess = CheckpointerOpened | CheckpointerClosed | RestoreReturned | RestoreFailed | IntervalChosen | EventsDropped
 ExportEvent = ExportFinished | ExportFailed
-Event = SaveEvent | ExportEvent | StateRestored | StepsTimed | FirstStepEnded | StepLess
+Event = SaveEvent | ExportEvent | StateRestored | StepsTimed | FirstStepEnded | RecoveryPointAged | StepLess
 
 #: A function that hears events. It is called in the thread of the event, which may be any thread, and must not raise.
 #: After an exception in that thread (Ctrl-C, say) it may be called again with the same event.

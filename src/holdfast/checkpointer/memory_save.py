@@ -32,10 +32,12 @@ def save_into_memory(
     when_full: Literal["wait", "skip"],
     timeout_s: float,
     left_s: Callable[[], float],
+    check: Callable[[str], None],
 ) -> None:
     """Save into memory, or skip the save. Returns when training may go on; a background thread does the rest.
-    ``left_s`` is the time until the machine of this rank is taken away. Collective. Raises an error that `is_unusable`
-    on all ranks if the memory of any node cannot be used."""
+    ``left_s`` is the time until the machine of this rank is taken away. The first rank calls `check`, in an exchange of
+    all ranks, with the reason why a snapshot is not durable yet; if that raises, all ranks raise. Collective. Raises an
+    error that `is_unusable` on all ranks if the memory of any node cannot be used."""
     deadline = Deadline(timeout_s)
     label = f"save of step {machine.step}{' to memory alone' if machine.memory_only else ''}"
     channel = default_channel(label, group, deadline=deadline, step=machine.step)
@@ -56,6 +58,7 @@ def save_into_memory(
             may_begin_anew=bool(job.takeover),
             memory_only=machine.memory_only,
             left_s=left_s,
+            check=check,
         )
         if not free.has_room:
             machine.skip(skipped(machine.step, free))

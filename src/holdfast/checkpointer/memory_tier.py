@@ -49,6 +49,8 @@ _LATE: Final = 0.1
 _GONE_S: Final = 0.2
 #: Time after which a log line tells what a save waits for.
 _PATIENCE_S: Final = 5.0
+#: Time that a save waits for a slot after an earlier save has waited in vain.
+_SHORT_PATIENCE_S: Final = 1.0
 #: Limit of the wait for ranks that may have ended, at the end of a job.
 LEAVING_S: Final = 5.0
 
@@ -132,6 +134,8 @@ class MemoryTier:
         self._commit_wait: CommitWait | None = None
         #: The place of the newest checkpoint that memory held whole when this job looked at it.
         self._whole: Place | None = None
+        #: Whether the last save found no slot in all the time that it had. Rank 0 knows, for all ranks.
+        self._waited_in_vain = False
 
     @property
     def node(self) -> NodeDirs:
@@ -228,6 +232,7 @@ class MemoryTier:
         may_begin_anew: bool,
         memory_only: bool = False,
         left_s: Callable[[], float] = lambda: math.inf,
+        check: Callable[[str], None] = lambda _: None,
     ) -> SnapshotRoom:
         """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Before
         that, waits until the checkpoint that this job restored from memory is committed. It waits for nothing when
@@ -238,10 +243,14 @@ class MemoryTier:
         checkpoint that it restored can never be committed, because another job has taken over the run.
         """
 
-        def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
-            return self._answer(standings, deadline, waits=when_full == "wait" and not memory_only)
+        begun_s = time.monotonic()
 
-        told_at = time.monotonic() + _PATIENCE_S
+        def look(standings: Sequence[MemoryStatus]) -> SnapshotRoom:
+            found = self._answer(standings, deadline, begun_s, waits=when_full == "wait" and not memory_only)
+            check(found.held_up)
+            return found
+
+        told_at = begun_s + _PATIENCE_S
         if self._commit_wait is not None:
             self._commit_wait.begin()
         while True:
@@ -307,8 +316,11 @@ class MemoryTier:
             raise from_wire(found.trouble)
         return found
 
-    def _answer(self, standings: Sequence[MemoryStatus], deadline: Deadline, *, waits: bool) -> SnapshotRoom:
-        """Rank 0's answer to all ranks. Raises `DeadlineError` if the save waits for room and may not wait longer."""
+    def _answer(
+        self, standings: Sequence[MemoryStatus], deadline: Deadline, begun_s: float, *, waits: bool
+    ) -> SnapshotRoom:
+        """Rank 0's answer to all ranks. Raises `DeadlineError` if the save waits for room, since ``begun_s``, and may
+        not wait longer: after a save that waited in vain, the next ones wait `_SHORT_PATIENCE_S`."""
         is_over = deadline.remaining_s() < _LATE * deadline.timeout_s
         found = SnapshotRoom.of(standings, self.stager.run_id or self._run_id(deadline))
         if found.trouble is not None:
@@ -319,8 +331,11 @@ class MemoryTier:
                 if found.full and waits:
                     raise not_committed(self._commit_wait.restored.place, found.held_up, self._run.url)
                 return found
-        if found.full and waits and is_over:
-            raise too_slow(found, deadline.timeout_s)
+        waited_s = time.monotonic() - begun_s
+        if found.full and waits and (is_over or (self._waited_in_vain and waited_s > _SHORT_PATIENCE_S)):
+            self._waited_in_vain = True
+            raise too_slow(found, waited_s)
+        self._waited_in_vain &= bool(found.full)
         if found.full and waits and min(status.left_s for status in standings) < _GONE_S:
             raise no_time(found)
         has_left = any(standings[number].has_left for number in found.full)

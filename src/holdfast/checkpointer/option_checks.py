@@ -14,6 +14,7 @@ from holdfast.control.torch_store import global_rank
 from holdfast.options import check_flag, check_timeout, checked_number
 from holdfast.policy.chance import kept_by_chance
 from holdfast.policy.keep import KeepPolicy, check_keep, join_hint
+from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import SavePolicy
 from holdfast.store.base import SCHEME
 from holdfast.store.urls import absolute
@@ -31,12 +32,17 @@ def check_options(
     max_resumes: object,
     takeover: object,
     when_full: object,
+    on_failed_save: object,
     timeout_s: object,
 ) -> None:
     """Raise `TypeError` or `ValueError` for an option of a wrong type or value. The error says what it takes. Warn of a
     `keep` that keeps by chance only what `save` saves."""
     if when_full not in ("wait", "skip"):
         raise ValueError(f"when_full must be 'wait' or 'skip', not {when_full!r}")
+    if on_failed_save != "warn" and not isinstance(on_failed_save, StopAfter):
+        raise TypeError(
+            f"on_failed_save must be 'warn', or a limit such as holdfast.StopAfter(missed=3), not {on_failed_save!r}"
+        )
     if not isinstance(memory, Memory | None):
         raise TypeError(f"memory must be a holdfast.Memory, or None to save to storage only, not {memory!r}")
     if not isinstance(save, SavePolicy | None):

@@ -537,7 +537,8 @@ def _copies(
     for slot in found.slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
-            files[fmt.file_name(contents.file)] = data_file(slot)
+            for part in contents.files:
+                files[seal.files[part.file].name] = data_file(slot, part)
     for name, data in files.items():
         memory.add(prefix + name, MemoryFile(data, path=memory.path(prefix + name)))
     on_disk = set() if part is None else {fmt.file_name(number) for number in part.file_numbers()}

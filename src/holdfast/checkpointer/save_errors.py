@@ -95,6 +95,18 @@ def skipped(step: int, found: SnapshotRoom) -> StorageError:
     )
 
 
+def stopped(step: int, why: str, age: str, last: str) -> StorageError:
+    """The policy of the job ends training at `step`, for the reason `why`. `age` says how old the newest durable
+    checkpoint is, `last` why the last save failed."""
+    return StorageError(
+        f"training stops at step {step}, as on_failed_save says: {why}; {age}.",
+        code="storage.stopped",
+        action="Repair the store, and start the job again: it resumes from the newest checkpoint in memory or storage.",
+        step=step,
+        details=(f"The last failure: {last}",) if last else (),
+    )
+
+
 def without_memory(step: int) -> StorageError:
     """A save of `step` to memory alone was skipped, because saves go to storage."""
     return StorageError(

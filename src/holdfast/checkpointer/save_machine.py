@@ -107,9 +107,11 @@ class SaveMachine:
             self.trouble = trouble
             self._tell(SaveDelayed(self.step, trouble))
 
-    def commit(self, nbytes: int = 0, *, seconds: Mapping[str, float] = MappingProxyType({})) -> None:
+    def commit(
+        self, nbytes: int = 0, *, seconds: Mapping[str, float] = MappingProxyType({}), referenced_nbytes: int = 0
+    ) -> None:
         """The checkpoint is committed."""
-        self._advance(SaveState.COMMITTED, SaveCommitted(self.step, nbytes, seconds))
+        self._advance(SaveState.COMMITTED, SaveCommitted(self.step, nbytes, seconds, referenced_nbytes))
 
     def skip(self, error: HoldfastError) -> None:
         """The save was skipped."""

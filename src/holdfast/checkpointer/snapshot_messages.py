@@ -11,6 +11,7 @@ import msgspec
 from holdfast.agreement.plan_messages import Compare, Questions
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.errors import ErrorWire
+from holdfast.format.manifest import Candidate
 from holdfast.format.records import Place
 
 
@@ -127,8 +128,8 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
 
 class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     """The checkpoint that the ranks are to stage, the `incarnation` of its epoch, and its plan. `manifest` is the
-    encoded manifest, for ranks that do not know the plan; empty if all ranks know it. With `memory_only`, it is to stay
-    in memory.
+    encoded manifest, for ranks that do not know the plan; empty if all ranks know it. `references` are the candidates
+    of its still files. With `memory_only`, it is to stay in memory.
     """
 
     folder: str
@@ -142,6 +143,7 @@ class Agreed(msgspec.Struct, frozen=True, tag="agreed"):
     diverged: tuple[str, ...]
     plan_id: str
     manifest: bytes
+    references: tuple[Candidate, ...]
     memory_only: bool = False
 
 

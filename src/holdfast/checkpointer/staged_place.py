@@ -1,61 +1,57 @@
-"""Rank 0's step in a save into memory after all ranks have agreed on a plan: it takes a place, and stores nothing."""
+"""Rank 0's step in a save into memory after all ranks have agreed on a plan: it takes a place, and stores nothing.
+
+A look at the store tells at once whether another job has taken over the run. But training waits for the place, so a
+store in trouble must not hold it up: then rank 0 takes the next place of its own epoch. The keeper looks again before
+it commits.
+"""
 
 from __future__ import annotations
 
 import logging
-import time
-from typing import Final
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Final, NamedTuple
 
 from holdfast.agreement.planner import AgreedPlan
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.snapshot_messages import Agreed
-from holdfast.errors import StorageError
+from holdfast.errors import HoldfastError
 from holdfast.format import records
+from holdfast.format.manifest import Candidate
 from holdfast.plan.save import CheckpointIdentity
+from holdfast.run.references import candidates_for
 from holdfast.run.session import JOB
-
-#: Time for which saves leave storage alone that has not answered.
-_PAUSE_S: Final = 30.0
+from holdfast.store.timed import TimedStore
+from holdfast.store.trouble import is_store_trouble
+from holdfast.store.urls import open_store
 
 _log = logging.getLogger(__name__)
 
+#: How long a save waits for the store, if it can do without.
+_PATIENCE_S: Final = 2.0
 
-class AbsentStorage:
-    """Whether saves of a job whose nodes have disks do without storage, because it did not answer a while ago."""
 
-    #: Time for storage to answer such a save, which needs no more than some small records.
-    PATIENCE_S: Final = 2.0
+class _Taken(NamedTuple):
+    """The checkpoint at the place that was taken, the incarnation of its epoch, and what it may refer to."""
 
-    def __init__(self) -> None:
-        self._until_s = 0.0
-
-    @property
-    def is_left_alone(self) -> bool:
-        """Whether the next save does not ask storage."""
-        return time.monotonic() < self._until_s
-
-    def note(self, error: StorageError) -> None:
-        """Storage did not answer."""
-        self._until_s = time.monotonic() + _PAUSE_S
-        _log.warning("saves go to the disks of the nodes alone until storage answers again: %s", error.message)
+    identity: CheckpointIdentity
+    incarnation: str
+    references: tuple[Candidate, ...]
 
 
 class StagedPlace:
-    """The `Placing` of a save into memory: rank 0 sends the plan to all ranks, and the keepers store it later. Where
-    `absent` is given, the save goes to disks of the nodes first, and does not need storage."""
+    """The `Placing` of a save into memory: rank 0 sends the plan to all ranks, and the keepers store it later."""
 
-    def __init__(
-        self, request: SaveRequest, *, num_ranks: int, memory_only: bool, absent: AbsentStorage | None = None
-    ) -> None:
+    def __init__(self, request: SaveRequest, *, num_ranks: int, memory_only: bool) -> None:
         self._request = request
         self._num_ranks = num_ranks
         self._memory_only = memory_only
-        self._absent = absent
 
     def place(self, agreed: AgreedPlan) -> Agreed:
         """Take the next place of the run, and return the message about the checkpoint to stage for it."""
-        identity, incarnation = self._taken()
         draft, diverged = agreed.memory.draft, agreed.diverged
+        # A snapshot for memory alone leaves no record in storage; if it becomes durable later, all of it is written.
+        identity, incarnation, references = self._taken(() if self._memory_only else draft.still_files)
         return Agreed(
             records.folder_name(identity.step, identity.checkpoint_id),
             identity.checkpoint_id,
@@ -67,28 +63,29 @@ class StagedPlace:
             dict(identity.metrics),
             diverged,
             agreed.memory.plan_id,
-            b"" if agreed.is_known else draft.encode(identity, diverged),
+            b"" if agreed.is_known else draft.encode(identity, diverged, references),
+            references,
             self._memory_only,
         )
 
-    def _taken(self) -> tuple[CheckpointIdentity, str]:
-        """The identity of the checkpoint, and the incarnation of its epoch. Where storage does not answer, the place is
-        the next one in the epoch that this job has opened: the keepers find out whether another job has it by now."""
-        if self._absent is not None and self._absent.is_left_alone and (unseen := self._unseen()) is not None:
-            return unseen
-        try:
-            run, identity = self._request.take_place(world_size=self._num_ranks)
-            return identity, JOB.incarnation(run)
-        except StorageError as error:
-            if self._absent is None or (unseen := self._unseen()) is None:
-                raise
-            self._absent.note(error)
-            return unseen
+    def _taken(self, still: Collection[int]) -> _Taken:
+        """Take a place, for a checkpoint with the still files `still`."""
+        location = self._request.storage.location
+        if self._request.takeover == "always" or not JOB.can_begin_unseen(location, self._request.sources):
+            return self._looked(self._request, still)
+        with TimedStore(open_store(location), timeout_s=_PATIENCE_S) as storage:
+            try:
+                return self._looked(replace(self._request, storage=storage), still)
+            except HoldfastError as error:
+                unseen = JOB.begin_unseen(location, self._request.sources) if is_store_trouble(error) else None
+                if unseen is None:
+                    raise
+                _log.warning(
+                    "step %d is saved to memory, while the store is in trouble: %s", self._request.step, error.message
+                )
+                return _Taken(self._request.identity(unseen.run_id, unseen.place), unseen.incarnation, ())
 
-    def _unseen(self) -> tuple[CheckpointIdentity, str] | None:
-        request = self._request
-        found = JOB.next_unseen(request.storage.untimed.resolved(), request.sources, request.step)
-        if found is None:
-            return None
-        run_id, incarnation, place = found
-        return request.identity(run_id, place), incarnation
+    def _looked(self, request: SaveRequest, still: Collection[int]) -> _Taken:
+        run, identity = request.take_place(world_size=self._num_ranks)
+        folder = records.folder_name(identity.step, identity.checkpoint_id)
+        return _Taken(identity, JOB.incarnation(run), candidates_for(run, still, place=identity.place, folder=folder))

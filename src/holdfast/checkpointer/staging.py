@@ -19,11 +19,10 @@ from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.save_errors import is_unusable, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
-from holdfast.checkpointer.staged_place import AbsentStorage
 from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
-from holdfast.format.container import FileLayout
+from holdfast.format.container import ALIGNMENT, FileLayout
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
@@ -32,7 +31,7 @@ from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
-from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, promote_all
+from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
@@ -55,7 +54,6 @@ class Stager:
         self.node_dir = node_dir
         #: The folder on a disk of the node to which data files go before they go to the run (None: to the run at once).
         self.disk: Path | None = None
-        self.absent_storage = AbsentStorage()
         self._rank = rank
         #: The wanted number of slots. It may be raised; the next save then takes more memory.
         self.num_slots = num_slots
@@ -322,26 +320,27 @@ class Stager:
             self.first = self.last
         if needed is not None and needed >= agreed.place:
             needed = None
-        return None if share.layout is None else self._free_slot(needed)
+        return self._free_slot(needed) if share.layouts else None
 
     def begin(self, slot: Slot, agreed: Agreed, share: StoredShare, values: Mapping[str, Node]) -> Routes:
         """Begin to fill `slot`: write the values, and return the routes for the tensors."""
-        layout = share.layout
-        assert layout is not None
+        files = _files_in_slot(share)
         contents = Contents(
             agreed.run_id,
             agreed.checkpoint_id,
             agreed.place,
             agreed.step,
-            layout.index,
-            layout.data_start,
-            _nbytes(share),
+            files[0].file,
+            files[0].data_start,
+            files[0].nbytes,
             agreed.memory_only,
             boot_id(),
+            files[1] if len(files) > 1 else None,
         )
         slot.advance(SlotRecord(SlotState.WRITING, contents))
-        _write_values(slot, layout, values)
-        return self._routes_of(share, layout, slot)
+        for file, layout in zip(files, share.layouts, strict=True):
+            _write_values(slot, file, layout, values)
+        return self._routes_of(share, files, slot)
 
     def finish(self, machine: SaveMachine, agreed: Agreed, share: StoredShare, slot: Slot | None) -> None:
         """Hand the filled `slot` to the keeper, and watch the save from now on."""
@@ -406,14 +405,15 @@ class Stager:
             _log.warning("memory held steps %s %s ('%s'): holdfast gives them up", steps, why, self._run)
         self.give_up(cared_for)
 
-    def _routes_of(self, share: StoredShare, layout: FileLayout, slot: Slot) -> Routes:
+    def _routes_of(self, share: StoredShare, files: Sequence[SlotFile], slot: Slot) -> Routes:
         """The routes into `slot`. They are kept as long as the plan stays the same."""
         if share.plan_id != self._routes_plan_id:
             self._routes, self._routes_plan_id = {}, share.plan_id
         if slot.name not in self._routes:
             names = share.manifest.body.names
             parts = [
-                RoutedPart(names[entry.tensor], entry.part, layout.data_start + entry.offset)
+                RoutedPart(names[entry.tensor], entry.part, file.start + file.data_start + entry.offset)
+                for file, layout in zip(files, share.layouts, strict=True)
                 for entry in layout.entries
             ]
             self._routes[slot.name] = Routes(parts, slot.data, rank=self._rank)
@@ -443,6 +443,7 @@ def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredSh
     assert known is not None
     assert known.plan_id == agreed.plan_id
     return known.again(
+        agreed.references,
         checkpoint_id=agreed.checkpoint_id,
         run_id=agreed.run_id,
         place=(agreed.place.epoch, agreed.place.seq),
@@ -453,12 +454,23 @@ def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredSh
     )
 
 
+def _files_in_slot(share: StoredShare) -> list[SlotFile]:
+    """The data files of `share`, one after another; each begins where direct writes to a disk may begin."""
+    files: list[SlotFile] = []
+    for layout in share.layouts:
+        start = -(-files[-1].stop // ALIGNMENT) * ALIGNMENT if files else 0
+        files.append(SlotFile(layout.index, start, layout.data_start, layout.nbytes))
+    return files
+
+
 def _nbytes(share: StoredShare) -> int:
-    return 0 if share.layout is None else share.layout.nbytes
+    """The size of the slot for `share`."""
+    files = _files_in_slot(share)
+    return files[-1].stop if files else 0
 
 
-def _write_values(slot: Slot, layout: FileLayout, values: Mapping[str, Node]) -> None:
+def _write_values(slot: Slot, file: SlotFile, layout: FileLayout, values: Mapping[str, Node]) -> None:
     if layout.values is not None:
         packed = pack_values(dict(values), capacity=layout.values.capacity)
-        start = layout.data_start + layout.values_offset
+        start = file.start + file.data_start + layout.values_offset
         slot.data[start : start + len(packed)] = np.frombuffer(packed, np.uint8)

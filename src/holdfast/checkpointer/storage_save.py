@@ -49,4 +49,4 @@ def save_through(
         hold.drop()
     machine.put(Place.parse(report.place))
     machine.stage(report.written_nbytes)
-    machine.commit(report.written_nbytes, seconds=report.seconds)
+    machine.commit(report.written_nbytes, seconds=report.seconds, referenced_nbytes=report.referenced_nbytes)

@@ -157,14 +157,15 @@ class Watcher:
         elif contents is None or contents.checkpoint_id != checkpoint_id:
             self._look_at_disk(pending)
         elif record.state == SlotState.COMMITTED:
-            machine.commit(contents.nbytes)
+            referenced_nbytes = record.referenced_nbytes
+            machine.commit(contents.files_nbytes - referenced_nbytes, referenced_nbytes=referenced_nbytes)
         elif record.state == SlotState.ON_DISK:
             machine.seal()
             if record.error:
                 machine.delay(record.error)
             self._look_at_disk(pending)
         elif record.state == SlotState.HELD:
-            machine.hold(contents.nbytes)
+            machine.hold(contents.files_nbytes)
         elif record.state == SlotState.FENCED:
             machine.fail(superseded(machine.step, record.error))
         elif slot.is_removed and not self.memory.used.has_keeper:

@@ -114,10 +114,11 @@ def _removed(doomed: _Doomed, *, quiet: bool) -> ChangeDocument:
     """Delete one checkpoint, and print that unless `quiet`."""
     run, commit = doomed.run, doomed.commit
     before = RunHead.of(run)
-    remove_checkpoint(run, commit)
+    is_gone = remove_checkpoint(run, commit)
     change = _change(run, commit, before)
     if not quiet:
-        what = f"deleted step {commit.step} at {commit.place}"
+        kept = "" if is_gone else " (but not the files that other checkpoints refer to)"
+        what = f"deleted step {commit.step} at {commit.place}{kept}"
         say(console(), f"{what}; the head {_became(before, change.head)}")
     return change
 

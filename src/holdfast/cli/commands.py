@@ -535,6 +535,14 @@ def unpin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
 
 
 @app.command()
+def compact(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
+    """Make checkpoints self-contained: copy the files that they share with earlier ones. A run stands for its head."""
+    from holdfast.cli.compact import compact
+
+    compact(paths, as_json=as_json)
+
+
+@app.command()
 def release(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
     """Take checkpoints out of quarantine, unread. After a repair, verify --deep does so once it has read them."""
     from holdfast.cli.release import release

@@ -91,12 +91,13 @@ def _show(document: LsDocument, name: str) -> None:
 
 
 def _total(rows: list[ListedCheckpoint]) -> str:
-    return f"{count(len(rows), 'checkpoint')}, {size(sum(row.nbytes for row in rows))}"
+    return f"{count(len(rows), 'checkpoint')}, {size(sum(row.nbytes - row.referenced_nbytes for row in rows))}"
 
 
 def _table(rows: list[ListedCheckpoint]) -> Listing:
     now = time.time()
     optional = {
+        "of it in earlier ones": [size(row.referenced_nbytes) if row.referenced_nbytes else "" for row in rows],
         "pinned": ["pinned" if row.pinned else "" for row in rows],
         "quarantine": ["damaged" if row.quarantined else "" for row in rows],
         "resumed in vain": [f"{row.resumes} times" if row.resumes >= WARNED_FROM else "" for row in rows],

@@ -17,7 +17,6 @@ from holdfast.cli.amounts import scaled
 from holdfast.cli.option_files import option_text, rules_in
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
-from holdfast.format.manifest import file_name
 from holdfast.format.patterns import Globs
 from holdfast.mapping.apply import mapped
 from holdfast.mapping.draft import CheckpointTable
@@ -72,7 +71,8 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
 
     A load would refuse the tensors in `unexpected` and `refused`. `needed_nbytes` has the bytes of each rank,
     `read_nbytes` those of each node where it reads for itself. `read_once_nbytes` are the bytes that the job reads
-    where each byte is read once. `files` are the reads in the way that the load would choose.
+    where each byte is read once. `files` are the reads in the way that the load would choose; ``referenced_nbytes`` are
+    those in files that earlier checkpoints have.
     """
 
     path: str
@@ -90,6 +90,7 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True):
     read_nbytes: list[int]
     read_once_nbytes: int
     files: list[PlannedFile]
+    referenced_nbytes: int
     expected: ExpectedSeconds | None
 
 
@@ -197,7 +198,7 @@ def _document(
 ) -> PlanDocument:
     reading = moved.reading
     per_file = reading.once if expected is not None and expected.once else reading.apart
-    read = np.flatnonzero(per_file.nbytes).tolist()
+    read, names = np.flatnonzero(per_file.nbytes).tolist(), checkpoint.manifest.file_names
     return PlanDocument(
         path=checkpoint.folder,
         place=str(checkpoint.manifest.place),
@@ -213,7 +214,8 @@ def _document(
         needed_nbytes=moved.needed.tolist(),
         read_nbytes=reading.nodes.tolist(),
         read_once_nbytes=int(reading.once.nbytes.sum()),
-        files=[PlannedFile(file_name(n), int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
+        files=[PlannedFile(names[n], int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
+        referenced_nbytes=sum(int(per_file.nbytes[n]) for n in read if checkpoint.seal.files[n].is_referenced),
         expected=expected,
     )
 
@@ -262,6 +264,8 @@ def _reading(document: PlanDocument) -> list[str]:
         f"{count(document.num_tensors, 'tensor')}; all ranks together need {needed}",
         f"read from storage: {apart} if each node reads for itself, {once} if nodes read for each other",
     ]
+    if document.referenced_nbytes:
+        lines.append(f"of this, {size(document.referenced_nbytes)} lie in files of earlier checkpoints")
     expected = document.expected
     if expected is not None and expected.once_s is not None:
         first, second = duration(expected.apart_s), duration(expected.once_s)

@@ -24,7 +24,14 @@ from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
 from holdfast.telemetry.event_files import no_events
 from holdfast.telemetry.rank_saves import UNDER_WAY, JobEvents, job_events
-from holdfast.telemetry.run_figures import JobSave, job_saves, last_job_restored_s, newest_in_memory, step_figures
+from holdfast.telemetry.run_figures import (
+    JobSave,
+    job_saves,
+    last_job_restored_s,
+    missed_in_a_row,
+    newest_in_memory,
+    step_figures,
+)
 from holdfast.wording import count, duration
 
 _PAUSE_S: Final = 1.0
@@ -63,7 +70,9 @@ def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
     head = RunHead.of(run)
     yield Text.assemble((printable(run.storage.location.url), "bold"), f": the head is {head}")
     durable_s = _durable_s(run, head, saves)
-    told = [] if durable_s is None else [f"newest durable state: {_old(durable_s)}"]
+    told = [] if durable_s is None else [f"newest durable state: {_old(durable_s)}{_steps_back(job, saves, head)}"]
+    if (num_missed := missed_in_a_row(saves)) > 0:
+        told.append(f"{count(num_missed, 'save')} missed since")
     held = [save for save in saves if save.outcome == "held" and save.begun_s > (durable_s or 0.0)]
     newest = newest_in_memory(saves, job.restores)
     if held and newest is not None:
@@ -83,6 +92,15 @@ def _durable_s(run: Run, head: RunHead, saves: Sequence[JobSave]) -> float | Non
         with suppress(HoldfastError):  # it was removed just now
             return run.commit(Place.parse(head.place)).created
     return max((save.begun_s for save in recorded), default=None)
+
+
+def _steps_back(job: JobEvents, saves: Sequence[JobSave], head: RunHead) -> str:
+    """By how many steps the job is ahead of the head, if that is known."""
+    since_s = last_job_restored_s(job.restores)
+    known = [steps.step for steps in job.steps if steps.at_s >= since_s]
+    known += [save.step for save in saves if save.begun_s >= since_s]
+    num_steps = max(known, default=0) - (0 if head.step is None else head.step)
+    return f", {count(num_steps, 'step')} back" if head.step is not None and num_steps > 0 else ""
 
 
 def _old(begun_s: float) -> str:

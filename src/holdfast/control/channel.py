@@ -8,6 +8,7 @@ Keys of one channel, and the rank that removes each:
 ``up/<g>/<rank>``    a rank's contribution to gather ``g``; the first rank of its group collects and removes it
 ``group/<g>/<rank>`` the contributions that a group's first rank collected; rank 0 removes them
 ``down/<b>``         broadcast ``b``; its readers count themselves in ``down/<b>/read``, and the last one removes both
+``alarm``            set by a rank that has failed between two exchanges; rank 0 removes it after the next gather
 ``left``             set by a rank that stopped waiting for rank 0 and goes on to its next operation; never removed
 
 So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind, and no later call
@@ -28,6 +29,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -75,6 +77,11 @@ _PATIENCE_S: Final = 30.0
 _TOGETHER_S: Final = 0.5
 #: Time that rank 0 gives the others to read the end of an operation: its process may serve the store, and end then.
 _READ_S: Final = 2.0
+
+#: The key of an alarm, and the interval of looks at it: longer in large jobs.
+_ALARM: Final = "alarm"
+_ALARM_LOOK_S: Final = 0.5
+_MAX_LOOKS_PER_S: Final = 2000
 
 _log = logging.getLogger(__name__)
 
@@ -262,7 +269,28 @@ class Channel:
             return payload_of(self._ask(gather_and_receive, deadline))
         ups = self._ask(lambda: self._gather(phase, outcome, deadline), deadline)
         assert ups is not None
+        if self.world_size > 1 and any(up.error is not None for up in ups):
+            self._ask(lambda: self._shared.delete(_ALARM), deadline)
         return self.broadcast(phase, self._verdict(phase, ups, answer), deadline)
+
+    def raise_alarm(self, deadline: Deadline) -> None:
+        """Tell the other ranks that this one has failed, before they come to the next exchange, in which it passes its
+        error. They see it in `is_alarmed`. Never raises `StorageError`: the exchange reports a store that is gone."""
+        if self.world_size > 1:
+            with suppress(StorageError):
+                self._ask(lambda: self._shared.set(_ALARM, b""), deadline)
+
+    def is_alarmed(self, deadline: Deadline) -> bool:
+        """Whether some rank has failed since the last exchange. One small request; never raises `StorageError`."""
+        if self.world_size > 1:
+            with suppress(StorageError):
+                return self._ask(lambda: self._shared.check(_ALARM), deadline)
+        return False
+
+    @property
+    def look_s(self) -> float:
+        """The interval at which a rank may look whether others have failed, so that one store serves all ranks."""
+        return max(_ALARM_LOOK_S, self.world_size / _MAX_LOOKS_PER_S)
 
     def await_readers(self, deadline: Deadline) -> None:
         """On rank 0, return when all ranks have read the last broadcast, or after `_READ_S`. Call it at the end of an

@@ -94,6 +94,7 @@ def planned(target: Selection, settings: ExportSettings) -> Iterator[PlannedExpo
     lease = None if found.located is None else leased(found.located)
     try:
         state = found.state
+        _check_dtype(state, settings.dtype)
         choice = choose(
             state,
             select=None if settings.select is None else Globs(settings.select),
@@ -107,6 +108,18 @@ def planned(target: Selection, settings: ExportSettings) -> Iterator[PlannedExpo
     finally:
         if lease is not None:
             lease.end()
+
+
+def _check_dtype(state: StoredState, dtype: str | None) -> None:
+    """Refuse a dtype for a state without floating tensors: it would change nothing."""
+    numbers = state.numbers.values()
+    if dtype is not None and not any(is_floating(state.manifest.dtype(number)) for number in numbers):
+        raise ConfigurationError(
+            f"dtype={dtype!r} would change nothing: {state.folder} has no floating tensors.",
+            code="config.export",
+            action="Leave out dtype (--dtype).",
+            path=state.folder,
+        )
 
 
 def _find_places(state: StoredState, choice: ChosenContent) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from holdfast.errors import CorruptError
 from holdfast.format.dtypes import DTYPES
@@ -340,12 +341,23 @@ def parse_table(text: bytes) -> bytes:
 
 def header(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> bytes:
     """The first ``layout.data_start`` bytes of a data file whose block digests are `table`."""
+    return header_in(manifest.body.checkpoint_id, layout, table)
+
+
+def header_in(checkpoint_id: str, layout: FileLayout, table: bytes) -> bytes:
+    """As `header`, of the file that the checkpoint `checkpoint_id` would have."""
     assert len(table) == 16 * num_blocks(layout.data_nbytes)
-    metadata = _metadata(manifest.body.checkpoint_id, layout.index, table.hex())
+    metadata = _metadata(checkpoint_id, layout.index, table.hex())
     text = (f"{metadata},{layout.text}}}" if layout.text else f"{metadata}}}").encode("ascii")
     room = layout.data_start - 8
     assert len(text) <= room, f"header bound too small: {len(text)} > {room}"
     return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def content_digest(layout: FileLayout, table: bytes) -> str:
+    """The digest of all that a data file holds, whichever checkpoint it belongs to: of its header, which has the
+    digests of its data, with zeros in place of the checkpoint's id."""
+    return xxhash.xxh3_128_hexdigest(header_in(_ANY_ID, layout, table))
 
 
 def _metadata(checkpoint_id: str, index: int, table: str) -> str:

@@ -12,19 +12,21 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
 from math import prod
 from operator import lt
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import msgspec
+import numpy as np
 import xxhash
 
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError, HoldfastError, IncompatibleError
 from holdfast.format import sequences
 from holdfast.format.dtypes import DTYPES
-from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds
+from holdfast.format.records import Count, Hex16, Hex32, Ordinal, Place, Seconds, parse_folder
 from holdfast.geometry import Int64s, Shape
 from holdfast.wording import count
 
@@ -43,14 +45,19 @@ _MAX_DATA_NBYTES = 1 << 62
 #: Most axes of a tensor: a numpy array cannot have more.
 MAX_AXES = 64
 MAX_FILES = 1 << 17
-_FILE_NAME = re.compile(r"data-[0-9]{5,}\.safetensors")
+_FILE_NAME = re.compile(r"(data|still)-[0-9]{5,}\.safetensors")
+_MARK_NAME = re.compile(r"still-[0-9]{5,}\.same\.json")
 #: Most numbers that affine sequences may stand for, since these cost no bytes: a free amount, and a further amount per
 #: partition and file.
 _FREE_NUMBERS = 1 << 18
 _NUMBERS_PER_CELL = 64
 #: The feature of checkpoints whose small tensors lie together in a data file, behind the others of their element size.
 SMALL_LAST: Final = "small-last"
-KNOWN_FEATURES: Final = frozenset({SMALL_LAST})
+#: The feature of checkpoints in which a rank may have a second file, for tensors that training leaves alone.
+STILL_FILES: Final = "still-files"
+#: The feature of checkpoints that may refer to still files of earlier ones.
+REFERENCES: Final = "references"
+KNOWN_FEATURES: Final = frozenset({SMALL_LAST, STILL_FILES, REFERENCES})
 
 
 class Grid(msgspec.Struct, frozen=True, tag="grid", array_like=True, forbid_unknown_fields=True):
@@ -94,8 +101,8 @@ class StateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A state's logical content, and the data file that holds each part of it.
 
     Tensor ``i`` is ``names[i]`` (sorted), of ``dtype_table[dtypes[i]]`` and ``shape_table[shapes[i]]``, divided by
-    ``partition_table[partitions[i]]``. Owners in partitions are data files; file ``f`` was written by rank
-    ``writers[f]`` and is called `file_name(f)`.
+    ``partition_table[partitions[i]]``. Owners in partitions are data files; `DecodedTable` says which rank wrote each
+    and what it is called.
     """
 
     world_size: Ordinal
@@ -114,11 +121,21 @@ class StateTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequences: tuple[sequences.Sequence, ...]
 
 
-class Manifest(StateTable, frozen=True, forbid_unknown_fields=True):
+class Candidate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A still file of an earlier checkpoint that data file `file` may turn out to equal: the folder `checkpoint` holds
+    it, and `content` is its content digest."""
+
+    file: int
+    checkpoint: str
+    content: Hex32
+
+
+class Manifest(StateTable, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The body of a manifest: the table of a state, and the checkpoint that stores it.
 
     `diverged` names (sorted) the tensors whose copies on several ranks differed when this checkpoint was saved; one
-    holder's copy of each was stored.
+    holder's copy of each was stored. `references` are the candidates of its still files, by ascending index; the key is
+    there only with the feature `REFERENCES`.
     """
 
     checkpoint_id: Hex16
@@ -128,6 +145,13 @@ class Manifest(StateTable, frozen=True, forbid_unknown_fields=True):
     created: Seconds
     metrics: dict[str, float]
     diverged: tuple[str, ...]
+    references: tuple[Candidate, ...] = ()
+
+    def with_references(self, references: tuple[Candidate, ...]) -> Self:
+        """This body with other candidates, and with the feature that says whether there are any."""
+        features = tuple(each for each in self.reader_features if each != REFERENCES)
+        features += (REFERENCES,) if references else ()
+        return msgspec.structs.replace(self, reader_features=features, references=references)
 
 
 B = TypeVar("B", bound=StateTable)
@@ -180,6 +204,32 @@ class DecodedTable:
             values = self._decoded[index] = sequences.decode(self.body.sequences[index], blob)
         return values
 
+    @cached_property
+    def writers(self) -> Int64s:
+        """The rank that wrote each data file: ascending, and twice in a row for a rank with a moving and a still
+        file."""
+        written = self.sequence(self.body.writers)
+        return written // 2 if STILL_FILES in self.body.reader_features else written
+
+    @cached_property
+    def _still(self) -> frozenset[int]:
+        if STILL_FILES not in self.body.reader_features:
+            return frozenset()
+        return frozenset(np.flatnonzero(self.sequence(self.body.writers) % 2).tolist())
+
+    def is_still(self, file: int) -> bool:
+        """Whether data file number `file` holds tensors that training leaves alone."""
+        return file in self._still
+
+    def file_name(self, file: int) -> str:
+        """The name of data file number `file`."""
+        return file_name(file, still=self.is_still(file))
+
+    @property
+    def file_names(self) -> list[str]:
+        """The names of all data files."""
+        return [self.file_name(file) for file in range(self.body.num_files)]
+
     def dtype(self, tensor: int) -> str:
         """Logical dtype of tensor number `tensor`."""
         return self.body.dtype_table[self.body.dtypes[tensor]]
@@ -212,15 +262,35 @@ class DecodedManifest(DecodedTable):
         """The checkpoint's place."""
         return Place(*self.body.place)
 
+    @cached_property
+    def candidates(self) -> dict[int, Candidate]:
+        """The candidates of its still files, by index."""
+        return {each.file: each for each in self.body.references}
 
-def file_name(index: int) -> str:
+
+def file_name(index: int, *, still: bool = False) -> str:
     """Name of data file `index` in the checkpoint's folder."""
-    return f"data-{index:05d}.safetensors"
+    return f"{'still' if still else 'data'}-{index:05d}.safetensors"
 
 
 def is_file_name(name: str) -> bool:
     """Whether `name` is the name of a data file, as `file_name` makes them."""
     return _FILE_NAME.fullmatch(name) is not None
+
+
+def is_still_name(name: str) -> bool:
+    """Whether `name` is the name of a still file."""
+    return name.startswith("still-") and is_file_name(name)
+
+
+def mark_name(index: int) -> str:
+    """Name of the mark that takes the place of still file `index`, which equals its candidate."""
+    return f"still-{index:05d}.same.json"
+
+
+def is_mark_name(name: str) -> bool:
+    """Whether `name` is the name of a mark, as `mark_name` makes them."""
+    return _MARK_NAME.fullmatch(name) is not None
 
 
 def encode(body: StateTable, blobs: Iterable[bytes | memoryview]) -> bytes:
@@ -243,7 +313,9 @@ def decode(data: bytes, *, path: str) -> DecodedManifest:
         body, blob = _decode(data, Manifest)
         if not _ascends(body.diverged) or not set(body.names).issuperset(body.diverged):
             raise corrupt("the names of diverged tensors are not sorted and unique, or not names of tensors")
-        return DecodedManifest(body, blob)
+        manifest = DecodedManifest(body, blob)
+        _check_references(manifest)
+        return manifest
 
 
 def decode_table(data: bytes, *, path: str) -> DecodedTable:
@@ -317,7 +389,7 @@ def _check_keys(packed: bytes, body: StateTable) -> None:
     """Raise `ValueError` where a map has a key twice: msgspec keeps the last value, and another reader the first."""
     maps = decode_msgpack(packed, _Maps)
     sizes = [
-        (packed, len(body.__struct_fields__)),
+        (packed, len(body.__struct_fields__) - (isinstance(body, Manifest) and not body.references)),
         (maps.metrics, len(body.metrics) if isinstance(body, Manifest) else 0),
         (maps.aliases, len(body.aliases)),
     ]
@@ -415,6 +487,19 @@ def _check_sequences(body: StateTable) -> None:
     used = [body.writers, *(index for part in body.partition_table for index in _sequences_of(part))]
     if min(used) < 0 or max(used) >= len(body.sequences):
         raise corrupt("a partition names a sequence that does not exist")
+
+
+def _check_references(manifest: DecodedManifest) -> None:
+    body = manifest.body
+    files = [each.file for each in body.references]
+    if bool(files) != (REFERENCES in body.reader_features):
+        raise corrupt("its list of references does not fit its reader features")
+    if not all(map(lt, files, islice(files, 1, None))) or not all(0 <= file < body.num_files for file in files):
+        raise corrupt("its references are not in the order of its files")
+    if not all(manifest.is_still(file) for file in files):
+        raise corrupt("it refers to a file of another checkpoint for tensors that training changes")
+    if any(parse_folder(each.checkpoint) is None for each in body.references):
+        raise corrupt("a reference names no folder of a checkpoint")
 
 
 def _sequences_of(partition: Partition) -> tuple[int, ...]:

@@ -26,7 +26,9 @@ from holdfast.errors import CorruptError, IncompatibleError
 from holdfast.wording import count, kind_of, with_article
 
 FORMAT: Final = "1"
-READER_FEATURES: Final[frozenset[str]] = frozenset()
+#: The feature of seals that name files in the folders of earlier checkpoints.
+REFERENCES: Final = "references"
+READER_FEATURES: Final[frozenset[str]] = frozenset({REFERENCES})
 #: Largest files that readers accept as records: seals grow with the number of files, commits with the metrics.
 MAX_SEAL_NBYTES: Final = 16 * 2**20
 MAX_RECORD_NBYTES: Final = 2**20
@@ -127,12 +129,24 @@ class Epoch(Record, frozen=True, kw_only=True, tag="epoch"):
 class FileSeal(msgspec.Struct, frozen=True):
     """Size and digest of one file of a checkpoint.
 
-    The digest is xxh3-128: of a data file's digest table, or of all bytes of a manifest.
+    The digest is xxh3-128: of a data file's digest table, or of all bytes of a manifest. A still file has its `content`
+    digest too. Where the file was not written again, `checkpoint` is the folder of the earlier checkpoint that has it.
     """
 
     name: _FileName
     nbytes: Count
     digest: Hex32
+    content: Hex32 | msgspec.UnsetType = msgspec.UNSET
+    checkpoint: str | msgspec.UnsetType = msgspec.UNSET
+
+    def __post_init__(self) -> None:
+        if isinstance(self.checkpoint, str) and parse_folder(self.checkpoint) is None:
+            raise ValueError(f"{self.checkpoint!r:.80} is not the name of a checkpoint's folder")
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether an earlier checkpoint has the file."""
+        return self.checkpoint is not msgspec.UNSET
 
 
 class Seal(Record, frozen=True, kw_only=True, tag="seal"):
@@ -148,6 +162,13 @@ class Seal(Record, frozen=True, kw_only=True, tag="seal"):
         names = {self.manifest.name, SEAL_NAME, *(file.name for file in self.files)}
         if len(names) != len(self.files) + 2:
             raise ValueError("a seal must name every file once")
+        if bool(self.referenced) != (REFERENCES in self.reader_features):
+            raise ValueError("its references do not fit its reader features")
+
+    @property
+    def referenced(self) -> tuple[FileSeal, ...]:
+        """The files that earlier checkpoints have."""
+        return tuple(file for file in self.files if file.is_referenced)
 
 
 class SealDigest(msgspec.Struct, frozen=True):
@@ -178,8 +199,10 @@ class Diverged(msgspec.Struct, frozen=True):
 class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     """The record that publishes a seal at its place; created once, never changed.
 
-    `checkpoint` is the folder's name, `nbytes` the size of all data. Every field is a function of manifest and seal
-    (`created`, `metrics` and `diverged` too), so all processes that may finish a checkpoint write the same record.
+    `checkpoint` is the folder's name, `nbytes` the size of all data, of which ``referenced_nbytes`` are in files that
+    the save did not write again, because earlier checkpoints have them (absent: none). Every field is a function of
+    manifest and seal (`created`, `metrics` and `diverged` too), so all processes that may finish a checkpoint write the
+    same record.
     """
 
     place: Place
@@ -191,12 +214,18 @@ class Commit(Record, frozen=True, kw_only=True, tag="commit"):
     created: Seconds
     metrics: dict[str, Metric]
     diverged: Diverged
+    referenced_nbytes: Count | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         if parse_folder(self.checkpoint) != (self.step, self.checkpoint_id):
             raise ValueError(
                 f"folder {self.checkpoint!r:.80} does not belong to checkpoint {self.checkpoint_id} at step {self.step}"
             )
+
+    @property
+    def num_referenced_bytes(self) -> int:
+        """The bytes of its data in files of earlier checkpoints."""
+        return 0 if self.referenced_nbytes is msgspec.UNSET else self.referenced_nbytes
 
 
 R = TypeVar("R", bound=Record)
@@ -380,6 +409,11 @@ def parse_folder(name: str) -> tuple[int, str] | None:
     """Step and checkpoint id of a checkpoint folder's name, or None where `name` is not the name of one."""
     match = re.fullmatch(r"step-([0-9]{10}|[1-9][0-9]{10,17})-([0-9a-f]{16})", name)
     return (int(match[1]), match[2]) if match else None
+
+
+def id_of(folder: str) -> str:
+    """The checkpoint id in `folder`, which is the name of a checkpoint's folder."""
+    return folder.rpartition("-")[2]
 
 
 def folders_of(step: int, names: Sequence[str]) -> list[str]:

@@ -115,6 +115,10 @@ class Sink(Protocol):
     def unsteady(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that these tensors are changed not only by steps of an optimizer, but also, say, by a forward."""
 
+    def frozen(self, names: Iterable[str]) -> None:
+        """Note that nothing is expected to change the tensors with these names: the next save may refer to them, after
+        it has compared their bytes."""
+
     def steps(self, optimizer: Optimizer, trained: Iterable[NamedTensor]) -> None:
         """Note that the steps of `optimizer`, and nothing else, change the `trained` tensors.
 

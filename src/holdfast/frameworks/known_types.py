@@ -186,6 +186,7 @@ _KNOWN_TYPES: dict[tuple[str, str], KnownType] = {
     ),
     ("torchmetrics.wrappers.tracker", "MetricTracker"): WholeObject(metrics.read_tracker, metrics.write_tracker),
     ("torchft.optim", "OptimizerWrapper"): Wrapper("optim"),
+    ("holdfast.frameworks.still", "Still"): Wrapper("value"),
     # Its hooks split the one weight that it has, and gather it for that.
     ("torchtitan.models.common.attention", "FusedQKVLinear"): Transparent(),
     ("torchtitan.trainer", "Trainer"): WholeObject(titan_counts.read_counts, titan_counts.write_counts),

@@ -141,6 +141,8 @@ def describe_module(path: str, state: ModuleState, sink: Sink, *, apart: Mapping
     for entry in tensors if apart else ():
         if id(entry.tensor) in apart:
             sink.pieces(entry.name, apart[id(entry.tensor)])
+    idle = (entry for entry in tensors if not entry.tensor.requires_grad)
+    sink.frozen(entry.name for entry in idle if isinstance(entry.tensor, nn.Parameter))
     for held in state.held:
         sink.hold(held)
     for name, extra in extras:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import reduce
 from itertools import compress, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -227,7 +228,7 @@ def _recast(
         name = join(state, slot)
         kept = source.stored(name) if source.recast & {name, parameter.name} else None
         dtype = None if kept is None or not kept.shape else getattr(torch, kept.dtype, None)
-        if dtype not in (None, parameter.tensor.dtype) and _cast(name, parameter, source) is None:
+        if dtype not in (None, parameter.tensor.dtype) and _cast(name, parameter, source, None) is None:
             found[slot] = dtype
     return found
 
@@ -275,6 +276,7 @@ def _bind_slots(
     alike: dict[frozenset[str], list[int]] = {}
     for number, parameter in enumerate(parameters):
         alike.setdefault(frozenset(saved.slots[parameter.name]), []).append(number)
+    flat = _flat_dtype(optimizer)
     bound: list[dict[object, _Slot]] = [{} for _ in parameters]
     filled: list[NamedTensor] = []
     # The slots that cannot be filled as they are, by the number of their parameter and their place among its slots.
@@ -302,7 +304,7 @@ def _bind_slots(
             parameter,
             steps_on_device,
             source,
-            cast_to=_cast(name, parameter, source),
+            flat=flat,
         )
     source.fill_all(filled)
     return bound
@@ -317,6 +319,7 @@ def _slot_columns(
     source: BindingSource,
 ) -> list[_SlotColumn]:
     """The stored slots of parameters that all have the slots with the components `texts`."""
+    flat = _flat_dtype(optimizer)
     tensors = [parameter.tensor for parameter in parameters]
     prefixes = [f"{state}/{parameter.name}/" for parameter in parameters]
     kept = [optimizer.state.get(tensor, {}) for tensor in tensors]
@@ -334,20 +337,32 @@ def _slot_columns(
             homes = (_step_device(parameter, steps_on_device) for parameter in parameters)
             fits = [fit and slot.device == home for fit, slot, home in zip(fits, live, homes, strict=True)]
         if any(is_cast):
-            casts = (_cast(name, parameter, source) for name, parameter in zip(names, parameters, strict=True))
+            casts = (_cast(name, entry, source, flat) for name, entry in zip(names, parameters, strict=True))
             fits = [fit and cast_to is None for fit, cast_to in zip(fits, casts, strict=True)]
         columns.append(_SlotColumn(key, names, live, fits))
     return columns
 
 
-def _cast(name: str, parameter: NamedTensor, source: BindingSource) -> torch.dtype | None:
+def _cast(name: str, parameter: NamedTensor, source: BindingSource, flat: torch.dtype | None) -> torch.dtype | None:
     """The dtype that the stored slot `name` of a parameter must be cast to, or None: torch requires one dtype for a
-    parameter and its slots of that dtype, so if the parameter is cast, these slots are cast too."""
+    parameter and its slots of that dtype, so if the parameter is cast, these slots are cast too. `flat` is the dtype of
+    all slots of an optimizer that has one vector of all parameters."""
+    kept = source.stored(name)
+    if flat is not None:
+        return None if kept is None or kept.dtype == str(flat).removeprefix("torch.") else flat
     owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
     if owner is None or getattr(torch, owner.dtype, None) is dtype:
         return None
-    kept = source.stored(name)
     return dtype if kept is not None and kept.dtype == owner.dtype and kept.shape else None
+
+
+def _flat_dtype(optimizer: Optimizer) -> torch.dtype | None:
+    """The dtype of the vectors and the numbers of LBFGS, which joins the gradients of all parameters; None for other
+    optimizers."""
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        return None
+    dtypes = [parameter.dtype for group in optimizer.param_groups for parameter in group["params"]]
+    return reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def _step_device(parameter: NamedTensor, on_device: bool) -> torch.device:
@@ -363,12 +378,13 @@ def _bind_slot(
     steps_on_device: bool,
     source: BindingSource,
     *,
-    cast_to: torch.dtype | None,
+    flat: torch.dtype | None,
 ) -> _Slot:
     """Bind one slot: to the live tensor if it fits, else to new memory of the stored shape, and the stored dtype or the
-    one that it is cast to."""
+    one that it is cast to. A slot may be a container of tensors. `flat` is as `_cast` has it."""
 
     def memory(stored: str) -> torch.Tensor:
+        cast_to = _cast(stored, parameter, source, flat)
         mine = live if isinstance(live, torch.Tensor) and stored == name else None
         if key == "step":
             return source.memory(stored, live=mine, like=None, device=_step_device(parameter, steps_on_device))

@@ -22,6 +22,7 @@ from holdfast.interop.foreign_format import ForeignFolder, ForeignState, damaged
 from holdfast.interop.item_places import Item, TensorItems
 from holdfast.interop.pickle_machine import PickleError
 from holdfast.interop.pickled_tree import PickledTree, nodes_of
+from holdfast.interop.saved_names import check_saved_name
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor
 
@@ -111,6 +112,7 @@ def _extra_states(folder: ForeignFolder, root: str) -> PickledTree:
         nbytes = folder.storage.nbytes(file) or 0
         try:
             archive = TorchArchive(ArchivePlace(windows, file, 0, nbytes))
+            check_saved_name(folder, file, archive)
             tensors: dict[str, PickledTensor] = {}
             nodes = nodes_of(name, archive.value(), tensors)
             items = {each: _item(archive, file, tensor) for each, tensor in tensors.items()}

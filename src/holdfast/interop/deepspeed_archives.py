@@ -10,6 +10,7 @@ import xxhash
 from holdfast.interop.deepspeed_states import GLOBALS
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.interop.pickle_machine import PickleError
+from holdfast.interop.saved_names import check_saved_name
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 
 _Content = TypeVar("_Content")
@@ -35,6 +36,7 @@ class Archives:
             archive = self.opened.get(key)
             if archive is None:
                 archive = self.opened[key] = TorchArchive(ArchivePlace(self._windows, key, 0, nbytes))
+                check_saved_name(self._folder, key, archive)
             return parse(archive.value(GLOBALS, keep_unknown=True))
         except PickleError as error:  # the file is sound, and holds what is no checkpoint, or one of another kind
             action = "Load it with DeepSpeed, and save that state by holdfast, which is tested with DeepSpeed 0.19.8."

@@ -156,6 +156,11 @@ class TorchArchive:
         self._root = pickles[0].removesuffix("data.pkl")
 
     @property
+    def saved_as(self) -> str:
+        """The name of the file that ``torch.save`` wrote, without its suffix; "archive" where it did not know it."""
+        return self._root.removesuffix("/")
+
+    @property
     def directory(self) -> bytes:
         """The names, sizes, places and checksums of the entries, as text: archives with other content have another."""
         rows = (f"{each.filename}\0{each.file_size}\0{each.header_offset}\0{each.CRC}\n" for each in self._entries)

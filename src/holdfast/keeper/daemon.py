@@ -12,6 +12,7 @@ never send.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -24,7 +25,7 @@ import msgspec
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
 from holdfast.keeper.disk_tier import DiskTier
 from holdfast.keeper.persist import Sealing
-from holdfast.keeper.writing import KeptFile, SlotFile, Writing
+from holdfast.keeper.writing import KeptFile, StagedFile, Writing
 from holdfast.node_disk.disk_folder import NODE_DISK
 from holdfast.node_memory.claims import has_trainer, is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
@@ -33,6 +34,7 @@ from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_k
 from holdfast.node_memory.keeper_starts import clear_starts, note_start
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import OWED, SPENT, Contents, Slot, SlotRecord, SlotState, slot_names
+from holdfast.store.retry_budget import RetryBudget
 
 #: Time without trainers and work after which a keeper removes its slots and ends.
 IDLE_S: Final = 1800.0
@@ -55,7 +57,9 @@ _SHORT_GLANCE_S: Final = 0.01
 #: Number of slots sealed, and of files written, at the same time.
 _NUM_SEALERS: Final = 2
 _NUM_WRITERS: Final = 4
-#: Pause after a store has failed.
+#: Pauses after a store has failed. Only the end of the keeper ends its tries.
+_RETRIES: Final = RetryBudget(total_s=math.inf, first_s=1.0, longest_s=30.0)
+#: Pause before the keeper asks the store again for files of other nodes.
 _RETRY_S: Final = 1.0
 #: While files of other nodes are missing, pause before the keeper asks the store for them again. It doubles each time,
 #: up to `_RETRY_S`. When a slot of this node is staged meanwhile, the keeper asks at once.
@@ -67,10 +71,11 @@ _log = logging.getLogger(__name__)
 
 
 class _Retry(NamedTuple):
-    """The time at which a generation is tried again, and the delay that led to it."""
+    """The time at which a generation is tried again, the delay that led to it, and the number of failures in a row."""
 
     at_s: float
     delay_s: float
+    num_failures: int = 0
 
 
 class Keeper:
@@ -178,7 +183,9 @@ class Keeper:
         self._forget({*generation_ids(self._folder), *given_up_ids(self._folder)})
 
     def close(self) -> None:
-        """Close all slots, which stay in the folder; waits for running hashes and writes."""
+        """Close all slots, which stay in the folder; waits for running hashes and requests."""
+        if self._writing is not None:
+            self._writing.give_up()
         self._sealers.shutdown()
         self._disks.close()
         self._writers.shutdown()
@@ -427,7 +434,7 @@ class Keeper:
             contents = slot.record.contents
             is_staying = slot.state == SlotState.STAGED and contents is not None and contents.memory_only
             if slot.state in OWED and contents and not is_staying and not self._goes_to_disk(slot, contents):
-                owed.setdefault(contents.checkpoint_id, []).append(SlotFile(slot, self._seals.get(slot.name)))
+                owed.setdefault(contents.checkpoint_id, []).append(StagedFile(slot, self._seals.get(slot.name)))
         for checkpoint_id in self._disks.owed:
             owed.setdefault(checkpoint_id, []).extend(self._disks.files(checkpoint_id))
             if checkpoint_id not in self._waiting:
@@ -455,8 +462,9 @@ class Keeper:
         self._tell(checkpoint_id, text)
         before = self._retries.pop(checkpoint_id, None)
         if state == SlotState.SEALED:
-            delay_s = _RETRY_S if text else min(2 * before.delay_s if before else _FIRST_RETRY_S, _RETRY_S)
-            self._retries[checkpoint_id] = _Retry(time.monotonic() + delay_s, delay_s)
+            self._retries[checkpoint_id] = _next_retry(before, has_failed=bool(text))
+        else:  # the store works again, so the others need not wait
+            self._retries = {each: retry for each, retry in self._retries.items() if not retry.num_failures}
         if state == SlotState.SEALED and not text:
             self._waiting[checkpoint_id] = writing
             self._waiting_since.setdefault(checkpoint_id, time.monotonic())
@@ -469,7 +477,10 @@ class Keeper:
             contents = slot.refresh().contents
             if slot.state != SlotState.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
                 continue  # its seal failed or is not finished, and is tried again; or the slot was given up
-            record = msgspec.structs.replace(slot.record, state=state, error=_short(text))
+            referenced_nbytes = writing.referenced_nbytes(slot)
+            record = msgspec.structs.replace(
+                slot.record, state=state, error=_short(text), referenced_nbytes=referenced_nbytes
+            )
             if record != slot.record:
                 slot.advance(record)
         if state != SlotState.SEALED and not self._works and not self.is_displaced:
@@ -496,6 +507,16 @@ class Keeper:
     def _is_tended(self, slot: Slot) -> bool:
         """Whether a living trainer has a claim to the slot's rank."""
         return is_claimed(self._folder, slot.rank)
+
+
+def _next_retry(before: _Retry | None, *, has_failed: bool) -> _Retry:
+    """The next try of a generation after a try that failed, or that found files of other nodes missing."""
+    if has_failed:
+        number = before.num_failures if before else 0
+        delay_s = _RETRIES.pause_s(number) or 0.0
+        return _Retry(time.monotonic() + delay_s, delay_s, number + 1)
+    delay_s = min(2 * before.delay_s if before and not before.num_failures else _FIRST_RETRY_S, _RETRY_S)
+    return _Retry(time.monotonic() + delay_s, delay_s)
 
 
 def _short(text: str) -> str:

@@ -13,15 +13,16 @@ from typing import Any, Final, Protocol
 
 from holdfast.errors import FencedError
 from holdfast.format.records import SEAL_NAME, FileSeal
-from holdfast.keeper.persist import Sealing, commit, copy_from_disk, file_seal, persist, publish_manifest
+from holdfast.keeper.persist import Sealing, commit, copy_from_disk, persist, publish_manifest
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.slots import Slot
 from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
-#: Time limit for a store to answer.
+#: Time limit for a store to answer, and to do so at first.
 _STORE_TIMEOUT_S: Final = 600.0
+_FIRST_ANSWER_S: Final = 30.0
 
 
 class KeptFile(Protocol):
@@ -31,13 +32,16 @@ class KeptFile(Protocol):
     def name(self) -> str:
         """A name that no other file of the keeper has."""
 
-    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+    def write(self, storage: TimedStore, sealing: Sealing) -> tuple[FileSeal, ...]:
         """Write the file to storage, durably, and return its entry in the checkpoint's seal; None where storage has it
         already. Raises `StorageError` when the store fails."""
 
+    def lacks_some(self, seals: Sequence[FileSeal]) -> bool:
+        """Whether storage had some of the bytes already, as `seals` lacks them."""
+
 
 @dataclass(frozen=True)
-class SlotFile:
+class StagedFile:
     """A data file in a slot. `sealed` is done when the slot is sealed (None: it is sealed)."""
 
     slot: Slot
@@ -48,10 +52,14 @@ class SlotFile:
         """The name of the slot."""
         return self.slot.name
 
-    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+    def write(self, storage: TimedStore, sealing: Sealing) -> tuple[FileSeal, ...]:
         """As `KeptFile.write`; waits until the slot is sealed."""
         await_seal = (lambda: None) if self.sealed is None else self.sealed.result
-        return file_seal(self.slot) if persist(storage, sealing, self.slot, await_seal=await_seal) else None
+        return persist(storage, sealing, self.slot, await_seal=await_seal)
+
+    def lacks_some(self, seals: Sequence[FileSeal]) -> bool:
+        """As `KeptFile.lacks_some`."""
+        return _lacks_some(self.slot, seals)
 
 
 @dataclass(frozen=True)
@@ -66,9 +74,14 @@ class DiskFile:
         """The path of the file."""
         return self.part.store.path(self.part.key(str(self.number)))
 
-    def write(self, storage: TimedStore, sealing: Sealing) -> FileSeal | None:
+    def write(self, storage: TimedStore, sealing: Sealing) -> tuple[FileSeal, ...]:
         """As `KeptFile.write`. Raises `CorruptError` where the file is damaged."""
-        return copy_from_disk(storage, sealing, self.part, self.number)
+        seal = copy_from_disk(storage, sealing, self.part, self.number)
+        return () if seal is None else (seal,)
+
+    def lacks_some(self, seals: Sequence[FileSeal]) -> bool:
+        """As `KeptFile.lacks_some`."""
+        return not seals
 
 
 class Writing:
@@ -87,8 +100,8 @@ class Writing:
         storage = TimedStore(open_store(sealing.generation.location), timeout_s=_STORE_TIMEOUT_S)
         self._storage = self._stack.enter_context(storage)
         self._joined: dict[str, KeptFile] = {}
-        #: By name, the seal's entry for the file; None where storage had the file already.
-        self._files: dict[str, Future[FileSeal | None]] = {}
+        #: By slot name, the seal's entries for the slot's files, without those that storage had already.
+        self._files: dict[str, Future[tuple[FileSeal, ...]]] = {}
         self._committed: Future[bool] | None = None
         #: The seal of the committed checkpoint, if any of the joined files lies on the disk of the node.
         self.seal: bytes | None = None
@@ -102,7 +115,7 @@ class Writing:
     @property
     def slots(self) -> Iterable[Slot]:
         """The slots of the joined files that lie in memory."""
-        return [file.slot for file in self._joined.values() if isinstance(file, SlotFile)]
+        return [file.slot for file in self._joined.values() if isinstance(file, StagedFile)]
 
     @property
     def pending(self) -> Sequence[Future[Any]]:
@@ -125,8 +138,19 @@ class Writing:
         self._committed = None
         for file in files:
             written = self._files.get(file.name)
-            if written is not None and written.done() and written.exception() is None and written.result() is None:
+            if (
+                written is not None
+                and written.done()
+                and written.exception() is None
+                and file.lacks_some(written.result())
+            ):
                 self._files[file.name] = self._pool.submit(self._write, file)
+
+    def referenced_nbytes(self, slot: Slot) -> int:
+        """The bytes of the files of `slot` that this left to an earlier checkpoint."""
+        file = self._files.get(slot.name)
+        seals = () if file is None or not file.done() or file.exception() else file.result()
+        return sum(seal.nbytes for seal in seals if seal.is_referenced)
 
     def is_over(self) -> bool:
         """Start the commit once all files are written. Returns whether the commit is over too, or a file has failed."""
@@ -144,24 +168,30 @@ class Writing:
         assert self._committed is not None
         return self._committed.result()
 
+    def give_up(self) -> None:
+        """Begin no further request, and repeat none."""
+        self._storage.limit.give_up()
+
     def close(self) -> None:
         """Close the store. Call it only when nothing is pending."""
         self._stack.close()
 
     def _open(self) -> Run:
-        run = Run.open(self._storage)  # first, so that nothing is written where the run does not exist (any more)
-        if run.run_id != self.sealing.stored.manifest.body.run_id:
-            raise _replaced(run)
-        generation = self.sealing.generation
-        if generation.incarnation:
-            run.check_incarnation(generation.place.epoch, generation.incarnation)
+        # A store that does not answer is reported soon, although its files may take long.
+        with TimedStore(open_store(self.sealing.generation.location), timeout_s=_FIRST_ANSWER_S) as storage:
+            run = Run.open(storage)  # first, so that nothing is written where the run does not exist (any more)
+            if run.run_id != self.sealing.stored.manifest.body.run_id:
+                raise _replaced(run)
+            generation = self.sealing.generation
+            if generation.incarnation:
+                run.check_incarnation(generation.place.epoch, generation.incarnation)
         publish_manifest(self._storage, self.sealing)
-        return run
+        return Run(self._storage, run.marker)
 
     def _commit(self) -> bool:
         # Uses the seals noted at the time of writing: while the checkpoint waits for other files, a slot may be given
         # up and refilled.
-        written = [seal for file in self._files.values() if (seal := file.result()) is not None]
+        written = [seal for file in self._files.values() for seal in file.result()]
         run = self._run.result()
         if commit(run, self.sealing, written) is None:
             return False
@@ -169,9 +199,15 @@ class Writing:
             self.seal = run.storage.read(self.sealing.stored.key(SEAL_NAME))
         return True
 
-    def _write(self, file: KeptFile) -> FileSeal | None:
+    def _write(self, file: KeptFile) -> tuple[FileSeal, ...]:
         self._run.result()
         return file.write(self._storage, self.sealing)
+
+
+def _lacks_some(slot: Slot, seals: Sequence[FileSeal]) -> bool:
+    """Whether storage had some file of `slot` already, as `seals` lacks it."""
+    contents = slot.record.contents
+    return contents is None or len(seals) < len(contents.files)
 
 
 def _replaced(run: Run) -> FencedError:

@@ -1,7 +1,7 @@
 """A slot: one rank's region of node memory for one snapshot.
 
-A slot is a file in a `NodeFolder`. Its first page holds its state; its data file of a checkpoint begins at
-`DATA_START`, byte for byte as it will be on disk.
+A slot is a file in a `NodeFolder`. Its first page holds its state; its data files of a checkpoint, one or two, begin at
+`DATA_START`, byte for byte as they will be on disk.
 
 The state of a slot decides which process may change it, so that at any time only one may:
 
@@ -136,10 +136,26 @@ REUSABLE: Final = (*SPENT, SlotState.HELD)
 OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 
+class SlotFile(msgspec.Struct, frozen=True, array_like=True):
+    """Data file number `file` in a slot. It begins at `start` of the slot's region and has `nbytes`, of which the first
+    `data_start` are its header."""
+
+    file: int
+    start: int
+    data_start: int
+    nbytes: int
+
+    @property
+    def stop(self) -> int:
+        """The end of the file in the slot's region."""
+        return self.start + self.nbytes
+
+
 class Contents(msgspec.Struct, frozen=True, array_like=True):
     """The contents of a slot: data file number `file` of a checkpoint of the run `run_id`. The file has `nbytes`, of
     which the first `data_start` are its header. With `memory_only`, it is to become HELD. It was copied into the slot
-    while the node ran as `boot` ("": not recorded)."""
+    while the node ran as `boot` ("": not recorded). A rank with a moving and a still file has the still one as
+    `second`."""
 
     run_id: str
     checkpoint_id: str
@@ -150,6 +166,18 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
     memory_only: bool = False
     boot: str = ""
+    second: SlotFile | None = None
+
+    @property
+    def files(self) -> tuple[SlotFile, ...]:
+        """The data files in the slot."""
+        first = SlotFile(self.file, 0, self.data_start, self.nbytes)
+        return (first,) if self.second is None else (first, self.second)
+
+    @property
+    def files_nbytes(self) -> int:
+        """The size of all its files."""
+        return sum(each.nbytes for each in self.files)
 
     @property
     def is_of_earlier_boot(self) -> bool:
@@ -160,13 +188,21 @@ class Contents(msgspec.Struct, frozen=True, array_like=True):
 
 class SlotRecord(msgspec.Struct, frozen=True, array_like=True):
     """The record of a slot: its state, and its `contents`, which are those to come while it is WRITING. `digest` is the
-    digest of the data file's digest table, from SEALED on. `error` says why the last attempt to make it durable
-    failed."""
+    digest of the data file's digest table, from SEALED on, and `second_digest` that of the second file. `error` says
+    why the last attempt to make it durable failed. ``referenced_nbytes`` are the bytes that did not go to storage,
+    because an earlier checkpoint has them there."""
 
     state: SlotState
     contents: Contents | None = None
     digest: str = ""
     error: str = ""
+    second_digest: str = ""
+    referenced_nbytes: int = 0
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digest of each file of the contents."""
+        return (self.digest, self.second_digest)
 
 
 class _WrittenRecord(NamedTuple):

@@ -8,6 +8,7 @@ from holdfast.checkpointer.events import (
     Event,
     EventsDropped,
     EventSource,
+    RecoveryPointAged,
     SaveBegun,
     SaveCommitted,
     SaveDelayed,
@@ -44,6 +45,13 @@ DURABLE_STEP: Final = Measure("durable_step", "gauge", "", "step of the newest d
 RECOVERY_POINT: Final = Measure(
     "recovery_point_timestamp", "gauge", "seconds", "when the state of the newest durable checkpoint was taken"
 )
+RECOVERY_POINT_AGE: Final = Measure(
+    "recovery_point_age", "gauge", "seconds", "age of the newest durable state when a save began or failed"
+)
+RECOVERY_POINT_STEPS: Final = Measure(
+    "recovery_point_age_steps", "gauge", "", "the same in steps: those that a failure would undo"
+)
+MISSED: Final = Measure("saves_missed", "gauge", "", "saves in a row that made no checkpoint")
 MEMORY_RECOVERY_POINT: Final = Measure(
     "memory_recovery_point_timestamp", "gauge", "seconds", "when the newest state in memory was taken"
 )
@@ -54,7 +62,8 @@ STEP: Final = Measure(
 DROPPED: Final = Measure("events_dropped", "counter", "", "events that listeners were too slow to hear")
 MEASURES: Final = (
     *(BLOCKED, STAGED, DURABLE, SAVES, DELAYS, SAVED),
-    *(DURABLE_STEP, RECOVERY_POINT, MEMORY_RECOVERY_POINT, RESTORE, STEP, DROPPED),
+    *(DURABLE_STEP, RECOVERY_POINT, RECOVERY_POINT_AGE, RECOVERY_POINT_STEPS, MISSED),
+    *(MEMORY_RECOVERY_POINT, RESTORE, STEP, DROPPED),
 )
 
 _OUTCOMES: Final = {
@@ -99,13 +108,8 @@ class Readings:
                 return [Reading(DELAYS, 1) if isinstance(event, SaveDelayed) else Reading(DROPPED, event.number)]
             case SaveCommitted() | SaveHeld() | SaveSkipped() | SaveFailed() | SaveUnwatched():
                 return [Reading(SAVES, 1, (_OUTCOMES[type(event)],)), *self._ended(event, source)]
-            case StepsTimed():
-                quiet, saving = Reading(STEP, event.quiet_s, ("no",)), Reading(STEP, event.saving_s, ("yes",))
-                return [*([quiet] if event.num_quiet else []), *([saving] if event.num_saving else [])]
-            case StateRestored() if event.report.load is not None and event.report.tier is not None:
-                return [Reading(RESTORE, sum(event.report.load.seconds.values()), (event.report.tier,))]
             case _:
-                return []
+                return _of_job(event)
 
     def _under_way(self, event: SaveStaged | SaveSealed, source: EventSource) -> list[Reading]:
         begun = self._begun.get((source, event.step))
@@ -128,3 +132,18 @@ class Readings:
             durable_s = event.at.clock_s - begun.clock_s
             found += [Reading(DURABLE, durable_s), Reading(RECOVERY_POINT, begun.unix_s)]
         return found
+
+
+def _of_job(event: Event) -> list[Reading]:
+    """The readings of an event that is about no single save."""
+    match event:
+        case RecoveryPointAged():
+            steps = Reading(RECOVERY_POINT_STEPS, max(event.step - event.durable_step, 0))
+            return [Reading(RECOVERY_POINT_AGE, event.age_s), steps, Reading(MISSED, event.num_missed)]
+        case StepsTimed():
+            quiet, saving = Reading(STEP, event.quiet_s, ("no",)), Reading(STEP, event.saving_s, ("yes",))
+            return [*([quiet] if event.num_quiet else []), *([saving] if event.num_saving else [])]
+        case StateRestored() if event.report.load is not None and event.report.tier is not None:
+            return [Reading(RESTORE, sum(event.report.load.seconds.values()), (event.report.tier,))]
+        case _:
+            return []

@@ -13,6 +13,7 @@ from holdfast.checkpointer.events import (
     ExportFailed,
     ExportFinished,
     IntervalChosen,
+    RecoveryPointAged,
     RestoreFailed,
     RestoreReturned,
     SaveBegun,
@@ -100,6 +101,8 @@ def _seconds_of_job(event: Event) -> Mapping[str, float]:
             return {"age": event.age_s}
         case CheckpointerClosed():
             return {"waited": event.waited_s}
+        case RecoveryPointAged():
+            return {"age": event.age_s}
         case RestoreReturned() | RestoreFailed() | ExportFinished():
             return {"took": event.took_s}
         case IntervalChosen():
@@ -113,11 +116,20 @@ def _numbers(event: Event) -> dict[str, int]:
         case SaveBegun(memory_only=True):
             return {"memory_only": 1}
         case SaveStaged() | SaveCommitted() | SaveHeld() | ExportFinished():
-            return {"nbytes": event.nbytes}
+            referenced = event.referenced_nbytes if isinstance(event, SaveCommitted) else 0
+            return {"nbytes": event.nbytes} | ({"referenced": referenced} if referenced else {})
         case StepsTimed():
             return {"quiet": event.num_quiet, "saving": event.num_saving}
         case EventsDropped():
             return {"dropped": event.number}
+        case _:
+            return _numbers_of_job(event)
+
+
+def _numbers_of_job(event: Event) -> dict[str, int]:
+    match event:
+        case RecoveryPointAged():
+            return {"durable_step": event.durable_step, "missed": event.num_missed}
         case CheckpointerClosed():
             return {"early": int(event.is_early)}
         case IntervalChosen():

@@ -9,7 +9,7 @@ that holds nothing of many tensors shares other slots than the rest.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -68,7 +68,8 @@ SpecWire = PlacedWire | WholeWire | PiecesWire
 
 
 class Body(msgspec.Struct, frozen=True, array_like=True):
-    """The rank-free part of a layout. Tensor ``i`` is ``names[i]``, with indexes of its dtype, shape and spec."""
+    """The rank-free part of a layout. Tensor ``i`` is ``names[i]``, with indexes of its dtype, shape and spec. `still`
+    are the numbers of the tensors that training leaves alone, as far as the rank knows."""
 
     names: tuple[str, ...]
     dtype_table: tuple[str, ...]
@@ -79,6 +80,7 @@ class Body(msgspec.Struct, frozen=True, array_like=True):
     spec_table: tuple[SpecWire, ...]
     specs: tuple[int, ...]
     aliases: tuple[tuple[str, str], ...]
+    still: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,11 @@ class RankLayout:
     columns: bytes
 
     @staticmethod
-    def of(tensors: Sequence[TensorLayout], aliases: dict[str, str]) -> RankLayout:
-        """The layout of `tensors`, which must be sorted by name."""
+    def of(
+        tensors: Sequence[TensorLayout], aliases: dict[str, str], still: Collection[str] = frozenset()
+    ) -> RankLayout:
+        """The layout of `tensors`, which must be sorted by name. `still` are the names of those that training leaves
+        alone."""
         interner = _Interner()
         specs = [interner.spec(tensor) for tensor in tensors]
         dtypes = [interner.dtypes.setdefault(tensor.dtype, len(interner.dtypes)) for tensor in tensors]
@@ -114,6 +119,7 @@ class RankLayout:
             spec_table=tuple(interner.specs),
             specs=tuple(specs),
             aliases=tuple(sorted(aliases.items())),
+            still=tuple(number for number, tensor in enumerate(tensors) if tensor.name in still) if still else (),
         )
         encoded = msgspec.msgpack.encode(body)
         return RankLayout(xxhash.xxh3_128_digest(encoded), encoded, interner.columns())

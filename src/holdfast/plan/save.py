@@ -8,7 +8,7 @@ order and offsets, and nobody has to send shares.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -24,6 +24,9 @@ from holdfast.geometry import Box, Int64s, Shape, flat_boxes
 from holdfast.plan.divide import Claim, Divider, Division, RankGroup, as_grid, grid_boxes
 from holdfast.plan.replicas import Cut, Writers, assign
 from holdfast.wording import count
+
+#: Still tensors with fewer bytes than this in all are written among the others: a second file would cost more.
+_STILL_NBYTES = 1 << 20
 
 #: Space for values is reserved in multiples of this, so that a counter that gains a digit does not change the plan.
 _VALUES_GRANULE = 4096
@@ -64,20 +67,30 @@ class CheckpointIdentity:
 
 
 class _ClaimedTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor with the claims to it. It `is_still` if all ranks that hold some of it say that training leaves it
+    alone."""
+
     dtype: str
     shape: Shape
     claims: tuple[Claim, ...]
+    is_still: bool
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The plan of a save: which rank writes which part of which tensor. Several checkpoints may share it."""
+    """The plan of a save: which rank writes which part of which tensor. Several checkpoints may share it. `still` says
+    of each tensor whether its parts go into the second files of their writers."""
 
     ranks: tuple[int, ...]
     tensors: Mapping[str, _ClaimedTensor]
     aliases: Mapping[str, str]
     divisions: Sequence[Division]
     writers: Sequence[Writers]
+    still: Sequence[bool]
 
     def undeclared(self, alike: Int64s) -> tuple[str, ...]:
         """Names of tensors that have a part that several ranks hold without having declared it replicated.
@@ -108,30 +121,36 @@ def plan_save(
     divider = Divider(groups)
     divisions = [divider.division(name, tensor.shape, tensor.claims) for name, tensor in tensors.items()]
     itemsizes = [DTYPES[tensor.dtype].itemsize for tensor in tensors.values()]
-    writers = assign(divisions, itemsizes, max(numbers) + 1)
-    return SavePlan(numbers, tensors, _aliases(groups, tensors), divisions, writers)
+    still = _still(tensors.values())
+    writers = _writers(divisions, itemsizes, still, max(numbers) + 1)
+    return SavePlan(numbers, tensors, _aliases(groups, tensors), divisions, writers, still)
 
 
 @dataclass(frozen=True)
 class ManifestTemplate:
-    """The common part of the manifests of all checkpoints of one plan: the `table` of the state."""
+    """The common part of the manifests of all checkpoints of one plan: the `table` of the state. `still_files` are the
+    numbers of its still files."""
 
     table: fmt.StateTable
     blobs: Sequence[bytes]
+    still_files: frozenset[int] = frozenset()
 
     @staticmethod
     def of(plan: SavePlan, values: Sequence[RankValues]) -> ManifestTemplate:
         """The template for `plan`, with space for `values`."""
         tensors = plan.tensors.values()
-        ranks = _writing_ranks(plan.writers, [block.rank for block in values], max(plan.ranks) + 1)
-        table = _PartitionTable(ranks, max(plan.ranks) + 1)
-        rows = zip(tensors, plan.divisions, plan.writers, strict=True)
-        partitions = tuple(table.add(tensor.shape, division, writer) for tensor, division, writer in rows)
+        files = _PlannedFiles.of(plan, [block.rank for block in values])
+        table = _PartitionTable()
+        rows = zip(tensors, plan.divisions, plan.writers, plan.still, strict=True)
+        partitions = tuple(
+            table.add(tensor.shape, division, writer, files.still if still else files.moving)
+            for tensor, division, writer, still in rows
+        )
         dtypes: dict[str, int] = {}
         shapes: dict[Shape, int] = {}
         state = fmt.StateTable(
             world_size=len(plan.ranks),
-            reader_features=(fmt.SMALL_LAST,),
+            reader_features=(fmt.SMALL_LAST, *((fmt.STILL_FILES,) if files.are_still else ())),
             names=tuple(plan.tensors),
             dtypes=tuple(dtypes.setdefault(tensor.dtype, len(dtypes)) for tensor in tensors),
             dtype_table=tuple(dtypes),
@@ -140,17 +159,20 @@ class ManifestTemplate:
             partition_table=tuple(table.partitions),
             partitions=partitions,
             aliases=dict(plan.aliases),
-            num_files=len(ranks),
-            writers=table.sequences.add(ranks),
+            num_files=len(files.written_by),
+            writers=table.sequences.add(files.written_by),
             values=tuple(
-                fmt.ValueBlock(int(np.searchsorted(ranks, block.rank)), block.capacity, block.paths) for block in values
+                fmt.ValueBlock(int(files.moving[block.rank]), block.capacity, block.paths) for block in values
             ),
             sequences=tuple(table.sequences.sequences),
         )
-        return ManifestTemplate(state, table.sequences.blobs)
+        return ManifestTemplate(state, table.sequences.blobs, files.are_still)
 
-    def encode(self, identity: CheckpointIdentity, diverged: Sequence[str] = ()) -> bytes:
-        """The bytes of the manifest of checkpoint `identity`; `diverged` are the sorted names of diverged tensors."""
+    def encode(
+        self, identity: CheckpointIdentity, diverged: Sequence[str] = (), references: Sequence[fmt.Candidate] = ()
+    ) -> bytes:
+        """The bytes of the manifest of checkpoint `identity`; `diverged` are the sorted names of diverged tensors, and
+        `references` the candidates of its still files."""
         body = fmt.Manifest(
             **msgspec.structs.asdict(self.table),
             checkpoint_id=identity.checkpoint_id,
@@ -161,7 +183,7 @@ class ManifestTemplate:
             metrics=dict(identity.metrics),
             diverged=tuple(diverged),
         )
-        return fmt.encode(body, self.blobs)
+        return fmt.encode(body.with_references(tuple(references)), self.blobs)
 
     def encode_table(self) -> bytes:
         """The bytes of the table alone, for readers of a state that no checkpoint stores."""
@@ -173,6 +195,25 @@ def encode_plan(
 ) -> bytes:
     """The bytes of the manifest of the checkpoint `identity` that `plan` writes."""
     return ManifestTemplate.of(plan, values).encode(identity, diverged)
+
+
+def _still(tensors: Collection[_ClaimedTensor]) -> tuple[bool, ...]:
+    """Whether each tensor goes into a still file: none does where they are too small."""
+    total = sum(tensor.nbytes for tensor in tensors if tensor.is_still)
+    return tuple(tensor.is_still and total >= _STILL_NBYTES for tensor in tensors)
+
+
+def _writers(
+    divisions: Sequence[Division], itemsizes: Sequence[int], still: Sequence[bool], num_ranks: int
+) -> Sequence[Writers]:
+    """The writers of each tensor. Those of still tensors do not depend on the others, so that they are the same ones
+    in a later plan, when the optimizer has got its slots."""
+    found: dict[int, Writers] = {}
+    for kind in sorted(set(still)):
+        numbers = [number for number, each in enumerate(still) if each == kind]
+        chosen = assign([divisions[each] for each in numbers], [itemsizes[each] for each in numbers], num_ranks)
+        found |= dict(zip(numbers, chosen, strict=True))
+    return [found[number] for number in range(len(still))]
 
 
 def _differ(rows: Int64s) -> bool:
@@ -198,11 +239,12 @@ def _collect(groups: Sequence[RankGroup]) -> dict[str, _ClaimedTensor]:
     tensors: dict[str, _ClaimedTensor] = {}
     for number, group in enumerate(groups):
         body = group.body.body
+        still = {body.names[each] for each in body.still}
         for name, dtype_index, shape_index, spec in zip(body.names, body.dtypes, body.shapes, body.specs, strict=True):
             dtype, shape = body.dtype_table[dtype_index], body.shape_table[shape_index]
             known = tensors.get(name)
             if known is None:
-                tensors[name] = _ClaimedTensor(dtype, shape, ((number, spec),))
+                tensors[name] = _ClaimedTensor(dtype, shape, ((number, spec),), name in still)
                 continue
             if (known.dtype, known.shape) != (dtype, shape):
                 other = groups[known.claims[0][0]].ranks[0]
@@ -213,7 +255,8 @@ def _collect(groups: Sequence[RankGroup]) -> dict[str, _ClaimedTensor]:
                     action="Give different tensors different names.",
                     tensor=name,
                 )
-            tensors[name] = _ClaimedTensor(dtype, shape, (*known.claims, (number, spec)))
+            claims = (*known.claims, (number, spec))
+            tensors[name] = _ClaimedTensor(dtype, shape, claims, known.is_still and name in still)
     return tensors
 
 
@@ -243,24 +286,45 @@ def _writing_ranks(writers: Sequence[Writers], value_ranks: Sequence[int], num_r
     return np.flatnonzero(writes)
 
 
+@dataclass(frozen=True)
+class _PlannedFiles:
+    """The data files of a plan: by rank, the number of its moving and of its still file, where it has one. `written_by`
+    is the sequence ``writers`` of the manifest, and `are_still` the numbers of the still files."""
+
+    moving: Int64s
+    still: Int64s
+    written_by: Int64s
+    are_still: frozenset[int]
+
+    @staticmethod
+    def of(plan: SavePlan, value_ranks: Sequence[int]) -> _PlannedFiles:
+        num_ranks, by_kind = max(plan.ranks) + 1, list(zip(plan.writers, plan.still, strict=True))
+        moving = _writing_ranks([each for each, still in by_kind if not still], value_ranks, num_ranks)
+        still = _writing_ranks([each for each, still in by_kind if still], (), num_ranks)
+        keys = np.sort(np.concatenate([2 * moving, 2 * still + 1]))
+        number = np.zeros(2 * num_ranks, np.int64)
+        number[keys] = np.arange(len(keys))
+        are_still = frozenset(np.flatnonzero(keys % 2).tolist())
+        return _PlannedFiles(number[::2], number[1::2], keys if are_still else moving, are_still)
+
+
 class _PartitionTable:
     """The distinct partitions of a manifest under construction."""
 
-    def __init__(self, ranks: Int64s, world_size: int) -> None:
+    def __init__(self) -> None:
         self.partitions: list[fmt.Partition] = []
         self.sequences = fmt.SequenceTable()
-        self._files = np.zeros(world_size, np.int64)
-        self._files[ranks] = np.arange(len(ranks))
         self._index: dict[tuple[int, bytes], int] = {}
         self._by_owner_array: dict[tuple[int, int], int] = {}
 
-    def add(self, shape: Shape, division: Division, writers: Writers) -> int:
-        """The index of the partition of a tensor with this division and these writers; adds it on first sight."""
+    def add(self, shape: Shape, division: Division, writers: Writers, files: Int64s) -> int:
+        """The index of the partition of a tensor with this division and these writers, whose files have the numbers
+        `files`, by rank; adds it on first sight."""
         if writers.cut:
-            return self._append(self._cut(shape, division, writers))
+            return self._append(self._cut(shape, division, writers, files))
         quick = (id(division), id(writers.owners))  # tensors that are divided alike share these objects
         if quick not in self._by_owner_array:
-            owners = self._files[writers.owners]
+            owners = files[writers.owners]
             key = (id(division), owners.tobytes())
             if key not in self._index:
                 self._index[key] = self._append(self._whole_cells(division, owners))
@@ -291,13 +355,13 @@ class _PartitionTable:
         num_axes = len(columns) // 2
         return fmt.Boxes(tuple(columns[:num_axes]), tuple(columns[num_axes:]), self.sequences.add(owners))
 
-    def _cut(self, shape: Shape, division: Division, writers: Writers) -> fmt.Partition:
+    def _cut(self, shape: Shape, division: Division, writers: Writers, files: Int64s) -> fmt.Partition:
         """The partition whose cells are cut further between replicas."""
         by_cell = {cut.cell: cut for cut in writers.cut}
         if division.kind == "flat":
-            return self._cut_ranges(division.geometry[0].tolist(), writers, by_cell)
+            return self._cut_ranges(division.geometry[0].tolist(), writers, by_cell, files)
         if len(division.holders) == 1:
-            return self._cut_whole(shape, writers.cut[0])
+            return self._cut_whole(shape, writers.cut[0], files)
         boxes: list[tuple[int, ...]] = []
         ranks: list[int] = []
         for cell, box in enumerate(_cell_boxes(division)):
@@ -313,22 +377,24 @@ class _PartitionTable:
                     ranks.append(rank)
         order = sorted(range(len(boxes)), key=boxes.__getitem__)
         rows = np.asarray([boxes[i] for i in order], np.int64)
-        owners = self._files[np.asarray([ranks[i] for i in order], np.int64)]
+        owners = files[np.asarray([ranks[i] for i in order], np.int64)]
         cuts = as_grid(rows, shape)
         if cuts is None:
             return self._boxes(rows, owners)
         return fmt.Grid(tuple(self.sequences.add(axis) for axis in cuts), self.sequences.add(owners))
 
-    def _cut_whole(self, shape: Shape, cut: Cut) -> fmt.Partition:
+    def _cut_whole(self, shape: Shape, cut: Cut, files: Int64s) -> fmt.Partition:
         """The partition of a whole tensor cut between its holders: a grid if all cuts are at rows, else flat cuts."""
-        owners = self.sequences.add(self._files[np.asarray(cut.ranks, np.int64)])
+        owners = self.sequences.add(files[np.asarray(cut.ranks, np.int64)])
         cuts, row = np.asarray(cut.cuts, np.int64), prod(shape[1:])
         if (cuts % row).any():
             return fmt.FlatCuts(self.sequences.add(cuts), owners)
         axes = (cuts // row, *(np.asarray([0, extent], np.int64) for extent in shape[1:]))
         return fmt.Grid(tuple(self.sequences.add(axis) for axis in axes), owners)
 
-    def _cut_ranges(self, bounds: list[int], writers: Writers, by_cell: Mapping[int, Cut]) -> fmt.FlatCuts:
+    def _cut_ranges(
+        self, bounds: list[int], writers: Writers, by_cell: Mapping[int, Cut], files: Int64s
+    ) -> fmt.FlatCuts:
         cuts, ranks = [0], []
         for cell, (low, high) in enumerate(itertools.pairwise(bounds)):
             cut = by_cell.get(cell)
@@ -338,7 +404,7 @@ class _PartitionTable:
             else:
                 cuts.extend(low + at for at in cut.cuts[1:])
                 ranks.extend(cut.ranks)
-        owners = self._files[np.asarray(ranks, np.int64)]
+        owners = files[np.asarray(ranks, np.int64)]
         return fmt.FlatCuts(self.sequences.add(np.asarray(cuts, np.int64)), self.sequences.add(owners))
 
 

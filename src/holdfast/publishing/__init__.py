@@ -199,8 +199,8 @@ class _Transfer:
     ) -> _BoundTransfer:
         """Learn the plan, offer this rank's data file to the reading, and match names. Changes no state."""
         files, share = self._learn(announced)
-        if share.layout is not None:
-            self._show(files, share.layout, flat)
+        for layout in share.layouts:
+            self._show(files, layout, flat)
         with _in_words_of_transfer():
             binding = bind(
                 target,
@@ -231,16 +231,14 @@ class _Transfer:
     def _holders(self, table: DecodedTable) -> Sequence[int]:
         """For each data file of the source, the number in the group of the rank that holds it."""
         order = np.argsort(self._ranks)
-        holders: list[int] = order[
-            np.searchsorted(self._ranks, table.sequence(table.body.writers), sorter=order)
-        ].tolist()
+        holders: list[int] = order[np.searchsorted(self._ranks, table.writers, sorter=order)].tolist()
         return holders
 
     def _show(self, files: DataFiles, layout: FileLayout, flat: FlatState) -> None:
         sources = sources_of(files.manifest, layout, flat, self._rank)
         nbytes = layout.data_start + layout.data_nbytes
         live = LiveFile(sources, data_start=layout.data_start, nbytes=nbytes)
-        self._source.live.add(fmt.file_name(layout.index), live)
+        self._source.live.add(files.manifest.file_name(layout.index), live)
 
     def _together(self, files: DataFiles) -> CooperativeReading:
         return CooperativeReading(files, self._limit, self._channel, self._deadline, verify=False)

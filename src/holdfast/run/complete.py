@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import numpy as np
 import xxhash
+from msgspec import UNSET
 
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -23,6 +24,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
 from holdfast.format.manifest import DecodedManifest
 from holdfast.format.records import Commit, Diverged, FileSeal, Place, Seal, SealDigest
+from holdfast.format.reference_records import ReferenceName
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.digest import table_nbytes
 from holdfast.run.history import Run
@@ -78,10 +80,15 @@ def read_manifest(run: Run, folder: str) -> StoredManifest:
 
 
 def missing_files(storage: Store, stored: StoredManifest) -> list[str]:
-    """Names of the data files that do not exist (yet). One request."""
+    """Names of the data files that do not exist (yet). A mark stands for the still file that it is named after. One
+    request."""
     found = set(storage.list(f"{records.CHECKPOINTS}/{stored.folder}"))
-    names = map(fmt.file_name, range(stored.manifest.body.num_files))
-    return [name for name in names if name not in found]
+    names, marked = stored.manifest.file_names, stored.manifest.candidates
+    return [
+        name
+        for index, name in enumerate(names)
+        if name not in found and not (index in marked and fmt.mark_name(index) in found)
+    ]
 
 
 def check_files(
@@ -120,8 +127,7 @@ def check_present(checkpoint: Checkpoint) -> None:
     Raises:
         CorruptError: some are missing, or have another size; code ``corrupt.incomplete``.
     """
-    storage, sealed = checkpoint.storage, checkpoint.sealed
-    bad = [file.name for file in sealed.seal.files if storage.nbytes(sealed.key(file.name)) != file.nbytes]
+    bad = checkpoint.sealed.lacking()
     if bad:
         raise CorruptError(
             f"the checkpoint in '{checkpoint.folder}' is incomplete. Missing, or of the wrong size: {some(bad)}.",
@@ -173,12 +179,21 @@ def seal_and_commit(run: Run, stored: StoredManifest, files: Sequence[FileSeal])
         checkpoint_id=body.checkpoint_id,
         seal=SealDigest(len(seal), records.digest(seal)),
         nbytes=sum(file.nbytes for file in files),
+        referenced_nbytes=sum(file.nbytes for file in files if file.is_referenced) or UNSET,
         created=body.created,
         metrics={name: records.to_metric(value) for name, value in body.metrics.items()},
         diverged=Diverged.of(body.diverged),
     )
     run.publish(commit)
+    _release_candidates(run, stored, files)
     return commit
+
+
+def _release_candidates(run: Run, stored: StoredManifest, files: Iterable[FileSeal]) -> None:
+    """Let the folders go that hold candidates of a committed checkpoint, and none of its `files`."""
+    candidates = {each.checkpoint for each in stored.manifest.candidates.values()}
+    for holder in candidates - {file.checkpoint for file in files}:
+        run.storage.delete(ReferenceName(stored.manifest.place, stored.folder, holder).key)
 
 
 def encode_seal(stored: StoredManifest, files: Iterable[FileSeal]) -> bytes:
@@ -191,15 +206,14 @@ def _check_visible(run: Run, stored: StoredManifest) -> None:
     storage = run.storage
     # On a network file system a listing may lag behind, but a request for the name itself does not.
     manifest = stored.manifest
-    absent = [name for name in missing_files(storage, stored) if storage.nbytes(stored.key(name)) is None]
+    absent = [name for name in missing_files(storage, stored) if not _is_there(storage, stored, name)]
     if storage.nbytes(stored.key(fmt.NAME)) is None:
         absent.insert(0, fmt.NAME)
     if absent:
         path = storage.path(stored.key(absent[0]))
         if run.is_removed(stored.manifest.place):  # another process finished it, and then it was removed
             raise _given_up(path, "removed", stored)
-        writers = manifest.sequence(manifest.body.writers)
-        rank = 0 if absent[0] == fmt.NAME else int(writers[[*map(fmt.file_name, range(len(writers)))].index(absent[0])])
+        rank = 0 if absent[0] == fmt.NAME else int(manifest.writers[manifest.file_names.index(absent[0])])
         raise StorageError(
             f"the rank that commits does not see '{path}', which rank {rank} has just written.",
             code="storage.not_shared",
@@ -207,6 +221,12 @@ def _check_visible(run: Run, stored: StoredManifest) -> None:
             path=path,
             rank=rank,
         )
+
+
+def _is_there(storage: Store, stored: StoredManifest, name: str) -> bool:
+    """Whether a data file, or its mark, exists. Asks for their names."""
+    names = (name, fmt.mark_name(stored.manifest.file_names.index(name)))
+    return any(storage.nbytes(stored.key(each)) is not None for each in names)
 
 
 def can_commit(run: Run, place: Place, folder: str) -> bool:
@@ -230,28 +250,47 @@ def is_abandoned(seal: bytes) -> bool:
 
 
 def _seal(stored: StoredManifest, files: Iterable[FileSeal]) -> Seal:
-    body = stored.manifest.body
+    body, listed = stored.manifest.body, tuple(files)
     return Seal(
+        reader_features=(records.REFERENCES,) if any(file.is_referenced for file in listed) else (),
         checkpoint_id=body.checkpoint_id,
         place=stored.manifest.place,
         step=body.step,
         manifest=FileSeal(fmt.NAME, len(stored.data), records.digest(stored.data)),
-        files=tuple(files),
+        files=listed,
     )
 
 
+def sealed_file(manifest: DecodedManifest, layout: FileLayout, table: bytes) -> FileSeal:
+    """The entry of the seal for the data file of this `layout` whose block digests are `table`: it depends on nothing
+    else, so all finishers of a checkpoint agree which files earlier checkpoints have."""
+    name, digest = manifest.file_name(layout.index), xxhash.xxh3_128_hexdigest(table)
+    if not manifest.is_still(layout.index):
+        return FileSeal(name, layout.nbytes, digest)
+    content = container.content_digest(layout, table)
+    candidate = manifest.candidates.get(layout.index)
+    holder = candidate.checkpoint if candidate is not None and candidate.content == content else UNSET
+    return FileSeal(name, layout.nbytes, digest, content, holder)
+
+
 def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> FileSeal:
-    """The seal of a data file that exists. Compares its size and its header, but not its data.
+    """The seal of a data file that exists, or of the one that its mark stands for. Compares its size and its header,
+    but not its data.
 
     Raises `CorruptError` for a file that is not the one that the manifest describes.
     """
-    name = fmt.file_name(layout.index)
-    path = storage.path(stored.key(name))
-    reader = storage.reader(stored.key(name))
+    key, checkpoint_id = stored.key(stored.manifest.file_name(layout.index)), stored.manifest.body.checkpoint_id
+    candidate = stored.manifest.candidates.get(layout.index)
+    if candidate is not None and storage.nbytes(key) is None:
+        key = records.checkpoint_key(candidate.checkpoint, stored.manifest.file_name(layout.index))
+        checkpoint_id = records.id_of(candidate.checkpoint)
+        if storage.nbytes(key) is None:
+            raise _unsound(storage.path(key), "it is not there, and this checkpoint refers to it", stored)
+    path = storage.path(key)
+    reader = storage.reader(key)
     try:
-        nbytes = layout.data_start + layout.data_nbytes
-        if reader.nbytes != nbytes:
-            raise _unsound(path, f"it has {reader.nbytes} bytes instead of {nbytes}", stored)
+        if reader.nbytes != layout.nbytes:
+            raise _unsound(path, f"it has {reader.nbytes} bytes instead of {layout.nbytes}", stored)
         header = np.empty(layout.data_start, np.uint8)
         reader.read_at(0, header)
     finally:
@@ -259,9 +298,13 @@ def check_file(storage: Store, stored: StoredManifest, layout: FileLayout) -> Fi
     found = header.tobytes()
     # The header must be the one that the manifest gives for the table: that binds the table to this file.
     table = container.parse_table(found[TABLE_OFFSET : TABLE_OFFSET + 2 * table_nbytes(layout.data_nbytes)])
-    if len(table) != table_nbytes(layout.data_nbytes) or found != container.header(stored.manifest, layout, table):
+    is_whole = len(table) == table_nbytes(layout.data_nbytes)
+    if not is_whole or found != container.header_in(checkpoint_id, layout, table):
         raise _unsound(path, "its header is not the one that the manifest requires", stored)
-    return FileSeal(name, nbytes, xxhash.xxh3_128_hexdigest(table))
+    sealed = sealed_file(stored.manifest, layout, table)
+    if checkpoint_id != stored.manifest.body.checkpoint_id and not sealed.is_referenced:
+        raise _unsound(path, "its digests are not those that this checkpoint refers to", stored)
+    return sealed
 
 
 def _missing(folder: str, names: list[str]) -> NotFoundError:

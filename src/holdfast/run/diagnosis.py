@@ -20,6 +20,7 @@ from holdfast.format import records
 from holdfast.format.hold_records import PINS, is_pins_name
 from holdfast.format.quarantine_records import QUARANTINE, quarantine_key
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
+from holdfast.format.reference_records import REFERENCES, parse_reference_name
 from holdfast.format.resume_records import RESUMES, parse_resume_name
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import check_present, complete
@@ -34,7 +35,7 @@ from holdfast.run.save_requests import REQUESTS, is_request_name
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
 
 #: The folders of a run.
-_FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE)
+_FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE, REFERENCES)
 
 
 class Watch(Protocol):
@@ -181,21 +182,24 @@ def _unknown(path: str, *, is_run: bool = False) -> Finding:
     return Finding("unknown.name", path, f"'{path}' is not part of a run. Nothing reads it.", "none")
 
 
+#: The names of the records in each folder.
+_RECORDS: Final[dict[str, Callable[[str], object]]] = {
+    EPOCHS: records.parse_epoch_name,
+    HISTORY: lambda name: records.parse_commit_name(name) or parse_removed_name(name),
+    CHECKPOINTS: records.parse_folder,
+    QUARANTINE: records.parse_commit_name,
+    RESUMES: parse_resume_name,
+    REFERENCES: parse_reference_name,
+}
+
+
 def _is_ours(folder: str, name: str) -> bool:
-    if folder == EPOCHS:
-        return records.parse_epoch_name(name) is not None
-    if folder == HISTORY:
-        return (records.parse_commit_name(name) or parse_removed_name(name)) is not None
-    if folder == CHECKPOINTS:
-        return records.parse_folder(name) is not None
     if folder == REQUESTS:
         return is_request_name(name)
     if folder == PINS:
         return is_pins_name(name)
-    if folder == QUARANTINE:
-        return records.parse_commit_name(name) is not None
-    if folder == RESUMES:
-        return parse_resume_name(name) is not None
+    if folder in _RECORDS:
+        return _RECORDS[folder](name) is not None
     return name in (MARKER_KEY, *_FOLDERS)
 
 
@@ -307,7 +311,7 @@ def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
             if state is not None:
                 yield _finding(run, folder, state.code, state.text, state.remedy)
         for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
-            if name not in (fmt.NAME, SEAL_NAME) and not fmt.is_file_name(name):
+            if not (name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name) or fmt.is_mark_name(name)):
                 path = run.storage.path(records.checkpoint_key(folder, name))
                 yield _unknown(path)
 

@@ -25,7 +25,8 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     `place` is such as ``3.12``, `created` in unix seconds, `nbytes` the size of its data, `folder` its name in
     ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it. `resumes` is
     the number of jobs that have resumed it, and of which none has committed a newer one, nor ended in an orderly way.
-    `quarantined` says whether a load has found it to be damaged.
+    `quarantined` says whether a load has found it to be damaged. ``referenced_nbytes`` are the bytes of its data that
+    its save did not write, because earlier checkpoints have them.
     """
 
     place: str
@@ -40,6 +41,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     pinned: bool = False
     resumes: int = 0
     quarantined: bool = False
+    referenced_nbytes: int = 0
 
 
 class HistoryReader:
@@ -143,4 +145,5 @@ def _row(commit: Commit, *, head: bool, abandoned: str) -> ListedCheckpoint:
         metrics=dict(commit.metrics),
         diverged=commit.diverged,
         abandoned=abandoned,
+        referenced_nbytes=commit.num_referenced_bytes,
     )

@@ -14,6 +14,9 @@ deleted. The record stays for ever, too; the other files are deleted, the manife
 A deletion of the first kind writes nothing but names: where storage is full, its records are empty, so it can begin
 there. One of the second kind needs room for the record that takes the name of the seal.
 
+Still files that other checkpoints refer to stay, with the manifest; `holdfast.run.references` says why none is deleted
+that a save has just begun to refer to.
+
 The head, a pinned checkpoint and one that a reader uses are not deleted. `holdfast.run.holds` says why that is safe
 while others pin, read, and open epochs at the same moment. A place that an epoch was opened from may be deleted once it
 is not the head any more: the epoch's record goes on to say where the lineage continues.
@@ -30,18 +33,20 @@ from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
 from holdfast.run.holds import check_unheld, check_unread, create_by_name, removal_announced
 from holdfast.run.quarantine import lift
+from holdfast.run.references import delete_references_of, needed_folders
 
 
-def remove_checkpoint(run: Run, commit: Commit) -> None:
+def remove_checkpoint(run: Run, commit: Commit) -> bool:
     """Delete the checkpoint of `commit`; durable on return. A second call finishes a deletion that a crash interrupted.
 
-    From the first change on, no reader sees the checkpoint any more.
+    From the first change on, no reader sees the checkpoint any more. Returns False where its still files stay, because
+    other checkpoints refer to them.
 
     Raises:
         ConfigurationError: it is the head (``config.needed``), it is pinned (``config.pinned``), or a reader uses it
             (``config.in_use``).
     """
-    remove_place(run, commit.place, commit.checkpoint)
+    return remove_place(run, commit.place, commit.checkpoint)
 
 
 def check_removable(run: Run, place: Place) -> None:
@@ -56,8 +61,9 @@ def check_removable(run: Run, place: Place) -> None:
         )
 
 
-def remove_place(run: Run, place: Place, folder: str) -> None:
-    """Hide the commit at `place`, if any, then delete the commit and the files in ``checkpoints/<folder>``.
+def remove_place(run: Run, place: Place, folder: str) -> bool:
+    """Hide the commit at `place`, if any, then delete the commit and the files in ``checkpoints/<folder>``. Returns
+    False where still files and the manifest stay, because other checkpoints refer to these files: a later call goes on.
 
     Raises as `check_removable`, before the first change. If the lease of a reader came at the same moment, this raises
     ``config.in_use`` when the commit is hidden already; all files stay, and a later call goes on.
@@ -69,7 +75,7 @@ def remove_place(run: Run, place: Place, folder: str) -> None:
     run.storage.delete(records.commit_key(place))
     lift(run.storage, place)
     run.storage.delete(records.checkpoint_key(folder, SEAL_NAME))
-    _delete_files(run, folder)
+    return _delete_files(run, folder)
 
 
 def _hide(run: Run, place: Place, folder: str) -> None:
@@ -104,13 +110,23 @@ def abandon(run: Run, folder: str) -> None:
     _delete_files(run, folder)
 
 
-def _delete_files(run: Run, folder: str) -> None:
-    """Delete the data files, temporary files of dead writers, and last the manifest; keep files of other programs."""
-    for name in run.storage.list(f"{CHECKPOINTS}/{folder}"):
-        if fmt.is_file_name(name):
+def _delete_files(run: Run, folder: str) -> bool:
+    """Delete the data files, temporary files of dead writers, the references, and last the manifest; keep files of
+    other programs. Keeps still files that other checkpoints need, and then the manifest too, and returns False.
+
+    Nobody begins to refer to the files any more: the checkpoint is hidden, or was never sealed.
+    """
+    names = run.storage.list(f"{CHECKPOINTS}/{folder}")
+    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
+    for name in names:
+        if fmt.is_mark_name(name) or (fmt.is_file_name(name) and not (are_needed and fmt.is_still_name(name))):
             run.storage.delete(records.checkpoint_key(folder, name))
     _delete_leftovers(run, folder)
-    run.storage.delete(records.checkpoint_key(folder, fmt.NAME))
+    # Before the manifest, without which nobody would go on with this deletion.
+    delete_references_of(run, folder)
+    if not are_needed:
+        run.storage.delete(records.checkpoint_key(folder, fmt.NAME))
+    return not are_needed
 
 
 def _delete_leftovers(run: Run, folder: str) -> None:

@@ -16,7 +16,7 @@ can commit it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
@@ -26,6 +26,7 @@ from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import in_quarantine
+from holdfast.run.references import delete_ended_references, needed_folders
 from holdfast.run.removal import abandon, remove_place
 from holdfast.run.uncommitted import RunRecords, Uncommitted
 
@@ -33,10 +34,12 @@ from holdfast.run.uncommitted import RunRecords, Uncommitted
 @dataclass(frozen=True)
 class Remains:
     """Folders without a checkpoint: `half_removed` are those in which an older deletion has left files, because it was
-    interrupted or a reader used them; `cut_off` those with the parts of a save that was cut off."""
+    interrupted or a reader used them; `cut_off` those with the parts of a save that was cut off; `kept` those in which
+    an older deletion has left the still files that other checkpoints refer to."""
 
     half_removed: list[str] = field(default_factory=list)
     cut_off: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -108,15 +111,18 @@ class Retention:
             folder = self._commits[facts.place].checkpoint
             self._left.half_removed.append(folder)
             try:
-                remove_place(run, facts.place, folder)
+                is_gone = remove_place(run, facts.place, folder)
             except ConfigurationError as error:
                 if not is_held(error):
                     raise
                 done.held.append((facts, error))
                 continue
             self._left.half_removed.remove(folder)
+            self._left.kept.extend([] if is_gone else [folder])
             done.deleted.append(facts)
             told(facts)
+        if done.deleted and self._left.kept and not done.is_overtaken:
+            self._finish(run, survey, done)  # perhaps nobody needs these still files any more
         return done
 
     def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
@@ -126,7 +132,9 @@ class Retention:
             if parse_folder(folder) is None or known.is_committed(folder):
                 continue
             there = Uncommitted(run, known, folder)
-            if there.is_half_removed:
+            if there.is_kept_for_others:
+                found.kept.append(folder)
+            elif there.is_half_removed:
                 found.half_removed.append(folder)
             elif there.is_cut_off(survey.epoch, survey.holds):
                 found.cut_off.append(folder)
@@ -137,21 +145,30 @@ class Retention:
         searches the whole run: this process knows what it left itself."""
         if self._looked_in != survey.epoch:
             self._left, self._looked_in = self.remains(run, survey), survey.epoch
+            delete_ended_references(run)
+        if self._left.kept:
+            self._let_go_of_kept(needed_folders(run))
         if not (self._left.half_removed or self._left.cut_off):
             return
         known = RunRecords.of(run)
         for folder in tuple(self._left.half_removed):
             there = Uncommitted(run, known, folder)
             if there.is_half_removed:
-                if not _is_deleted(run, folder, there.place_to_hide()):
+                is_gone = _is_deleted(run, folder, there.place_to_hide())
+                if is_gone is None:
                     continue
-                done.finished.append(folder)
+                (done.finished if is_gone else self._left.kept).append(folder)
             self._left.half_removed.remove(folder)
         for folder in tuple(self._left.cut_off):
             # Somebody may have completed it since: then it stays.
             if Uncommitted(run, known, folder).is_cut_off(survey.epoch, survey.holds) and _is_deleted(run, folder):
                 done.cut_off.append(folder)
             self._left.cut_off.remove(folder)
+
+    def _let_go_of_kept(self, needed: Collection[str]) -> None:
+        """Have the folders deleted to whose still files no checkpoint refers any more."""
+        self._left.half_removed.extend(folder for folder in self._left.kept if folder not in needed)
+        self._left.kept[:] = [folder for folder in self._left.kept if folder in needed]
 
     def _lineage(self, run: Run) -> Iterator[Commit]:
         """The commits of the lineage, newest first."""
@@ -169,18 +186,17 @@ class Retention:
         return None
 
 
-def _is_deleted(run: Run, folder: str, place: Place | None = None) -> bool:
+def _is_deleted(run: Run, folder: str, place: Place | None = None) -> bool | None:
     """Delete the files in `folder` that nobody reads any more, after hiding its `place`, if it has one. Returns False
-    where somebody needs them."""
+    where still files stay for other checkpoints, and None where somebody needs all of them."""
     try:
-        if place is None:
-            abandon(run, folder)
-        else:
-            remove_place(run, place, folder)
+        if place is not None:
+            return remove_place(run, place, folder)
+        abandon(run, folder)
     except ConfigurationError as error:
         if not is_held(error):
             raise
-        return False
+        return None
     return True
 
 
@@ -188,14 +204,13 @@ def _is_whole(run: Run, commit: Commit) -> bool:
     """Whether all files of a checkpoint exist and have their sealed sizes. One request for each file, and one. It does
     not read the manifest, which takes a job of many tensors long."""
     try:
-        sealed = run.locate(commit)
+        return not run.locate(commit).lacking()
     except (CorruptError, NotFoundError, IncompatibleError):
         return False
-    files = (sealed.seal.manifest, *sealed.seal.files)
-    return all(run.storage.nbytes(sealed.key(file.name)) == file.nbytes for file in files)
 
 
 def _facts(commit: Commit, holds: Holds, *, is_quarantined: bool) -> CheckpointFacts:
     metrics = {name: float(value) for name, value in commit.metrics.items()}
     reasons = holds.reasons(commit.place)
-    return CheckpointFacts(commit.place, commit.step, commit.created, commit.nbytes, metrics, reasons, is_quarantined)
+    nbytes = commit.nbytes - commit.num_referenced_bytes
+    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, reasons, is_quarantined)

@@ -21,9 +21,11 @@ from threading import Lock
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 from holdfast.calls import NOTES, outer
-from holdfast.errors import ConfigurationError, FencedError
-from holdfast.format.records import Commit, Epoch, Fork, Place, Why
+from holdfast.errors import FencedError
+from holdfast.format.records import Epoch, Fork, Place, Why
 from holdfast.run.history import Run
+from holdfast.run.session_errors import torn, unclear, unloaded
+from holdfast.store.base import Location
 
 _log = logging.getLogger(__name__)
 
@@ -145,9 +147,23 @@ class _RunNotes:
     incarnation: str = field(default_factory=lambda: secrets.token_hex(16))
 
     @property
+    def unused_load(self) -> Load | None:
+        """The last load where no save of this run came after it."""
+        return None if self.loaded is None or self.loaded.number <= self.used else self.loaded
+
+    @property
     def unused(self) -> int:
-        """The number of the last load where no save of this run came after it, else 0."""
-        return 0 if self.loaded is None or self.loaded.number <= self.used else self.loaded.number
+        """The number of `unused_load`; 0 if there is none."""
+        return _number_of(self.unused_load)
+
+
+class UnseenPlace(NamedTuple):
+    """A place that was taken without a look at the store, in the run with id `run_id`, in an epoch whose record has
+    this `incarnation`."""
+
+    run_id: str
+    place: Place
+    incarnation: str
 
 
 class Session:
@@ -159,6 +175,8 @@ class Session:
     def begin_anew(self) -> None:
         """Forget all loads and saves, as a new job knows none."""
         self._memories: dict[str, _RunNotes] = {}
+        #: The roots of the runs that this process saved into, by their locations.
+        self._roots: dict[Location, str] = {}
         #: By the root of a run that has no checkpoint yet, the checkpoint of another run that this job has for it.
         self._forks: dict[str, Fork] = {}
         self._lock = Lock()
@@ -271,6 +289,7 @@ class Session:
         """
         root = run.storage.resolved()  # before taking the lock, because storage may hang
         with self._lock:
+            self._roots[run.storage.location] = root
             memory = self._memory(root, run.run_id)
             newest = run.newest_epoch() or 0
             loaded = _source(run, memory, sources)
@@ -299,6 +318,39 @@ class Session:
             return place
 
     @outer(NOTES)
+    def begin_unseen(self, location: Location, sources: Sources) -> UnseenPlace | None:
+        """As `begin`, for a run whose store does not answer: the next place of the epoch that this process has opened.
+        Whoever commits there checks that no other job has opened a newer one. None, and no place is used up, where only
+        the store can tell what this save goes on from."""
+        root = self._roots.get(location)
+        with self._lock:
+            memory = None if root is None else self._memories.get(root)
+            if memory is None or not self._goes_on_unseen(memory, sources):
+                return None
+            assert memory.last is not None
+            memory.last = Place(memory.last.epoch, memory.last.seq + 1)
+            memory.used = sources.number
+            return UnseenPlace(memory.run_id, memory.last, memory.incarnation)
+
+    @outer(NOTES)
+    def can_begin_unseen(self, location: Location, sources: Sources) -> bool:
+        """Whether `begin_unseen` would give a place now."""
+        root = self._roots.get(location)
+        with self._lock:
+            memory = None if root is None else self._memories.get(root)
+            return memory is not None and self._goes_on_unseen(memory, sources)
+
+    def _goes_on_unseen(self, memory: _RunNotes, sources: Sources) -> bool:
+        """Whether a save with these `sources` goes on from the last one: it loaded nothing since."""
+        loads = sources.loads or frozenset((memory.loaded,))
+        is_torn = any(load is not None and load.is_torn for load in loads)
+        return (
+            memory.last is not None
+            and not is_torn
+            and all(_counted(load, memory, sources.number) is None for load in loads)
+        )
+
+    @outer(NOTES)
     def base(self, run: Run, newest: int) -> Place | None:
         """The place that this process goes on from, where it said so (a restore, or a load with ``continues=True``)
         while `newest` was the newest epoch of `run`; else None."""
@@ -317,7 +369,7 @@ class Session:
             is_known = memory.loaded is not None or memory.last is not None
             head = None if is_known else run.head()
             if head is not None:
-                raise _unloaded(run, memory, head, moved_from=self._other_root(memory))
+                raise unloaded(run, head, unused=memory.unused_load, moved_from=self._other_root(memory))
 
     @outer(NOTES)
     def note_step(self, run: Run, step: int) -> int | None:
@@ -331,18 +383,6 @@ class Session:
             before = memory.step if memory.last is not None and memory.last.seq > 1 else None
             memory.step = step
             return before
-
-    @outer(NOTES)
-    def next_unseen(self, root: str, sources: Sources, step: int) -> tuple[str, str, Place] | None:
-        """As `begin` for the run at `root`, without a look at storage. Returns the id of the run, the incarnation of
-        the epoch that this process owns there, and the next place; None where it owns none, or has loaded anything
-        since its last save. Storage decides later whether the place counts."""
-        with self._lock:
-            memory = self._memories.get(root)
-            if memory is None or memory.last is None or self._has_torn or sources.number > memory.used:
-                return None
-            memory.last, memory.step = Place(memory.last.epoch, memory.last.seq + 1), step
-            return memory.run_id, memory.incarnation, memory.last
 
     @outer(NOTES)
     def has_opened(self, run: Run, epoch: int) -> bool:
@@ -410,7 +450,7 @@ def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
     """The load that the state of a save comes from; None where it comes from no load since the last save."""
     loads = sources.loads
     if any(load is not None and load.is_torn for load in loads):
-        raise _torn(run)
+        raise torn(run)
     if not loads:  # the state has only values: no object tells which load filled it
         loads = frozenset((memory.loaded,))
     each = {_counted(load, memory, sources.number) for load in loads}
@@ -426,7 +466,7 @@ def _source(run: Run, memory: _RunNotes, sources: Sources) -> Load | None:
     # Objects beside those that a new job loaded from the head may be new: continuing abandons nothing.
     if is_clear and memory.last is None and _is_head(run, newest):
         return newest
-    raise _unclear(run, memory, from_here)
+    raise unclear(run, memory.last, from_here)
 
 
 def _counted(load: Load | None, memory: _RunNotes, number: int) -> Load | None:
@@ -518,7 +558,7 @@ def _open_epoch(
         # There is no checkpoint to load or to lose: earlier epochs, if any, ended before their first commit.
         origin, why = None, "start"
     else:
-        raise _unloaded(run, memory, head, moved_from=moved_from)
+        raise unloaded(run, head, unused=memory.unused_load, moved_from=moved_from)
     return run.open_epoch(
         after=newest,
         opened_from=origin,
@@ -544,46 +584,6 @@ def _committed_origin(run: Run, load: Load) -> Place | None:
         origin or "its beginning",
     )
     return origin
-
-
-def _unloaded(run: Run, memory: _RunNotes, head: Commit, *, moved_from: str | None) -> ConfigurationError:
-    what, resume = "this job has loaded nothing from it", "If this job goes on with that training, load the run first"
-    if moved_from is not None:
-        what = f"this job knows it by another path, '{moved_from}', from where it was moved or copied"
-    if memory.loaded is not None and memory.loaded.number > memory.used:
-        what = f"this job has loaded {memory.loaded.place} from it, but not into the objects that it saves"
-        resume = "If this job goes on from that checkpoint, load it with continues=True"
-    return ConfigurationError(
-        f"run '{run.storage.location}' has a history (its head is step {head.step} at {head.place}), but {what}.",
-        code="config.unloaded_history",
-        action=f"{resume}. If the run only keeps results of a training that resumes from elsewhere, such as its best "
-        "checkpoints, pass takeover=True: the save goes on from the head, and loads nothing. For another training, "
-        "name another folder.",
-        path=run.storage.location.url,
-    )
-
-
-def _torn(run: Run) -> ConfigurationError:
-    return ConfigurationError(
-        "a load or a transfer failed half way, after it had filled a part of the state that this job saves into run "
-        f"'{run.storage.location}'. The state may hold parts of two states.",
-        code="config.partly_filled",
-        action="Before the next save, load a whole checkpoint into the state, repeat the transfer, or build its "
-        "objects anew.",
-        path=run.storage.location.url,
-    )
-
-
-def _unclear(run: Run, memory: _RunNotes, loads: Sequence[Load]) -> ConfigurationError:
-    places = " and ".join(dict.fromkeys(str(load.place) for load in loads))
-    keeps = "save into another folder" if memory.last is None else f"go on after {memory.last}"
-    return ConfigurationError(
-        f"this job loaded checkpoint {places} of run '{run.storage.location}' into the state that it saves, but only "
-        f"in part or with changes (mapping, cast). So holdfast cannot tell whether the run continues from {places}.",
-        code="config.unclear_history",
-        action=f"Load again with continues=True to continue from there, or with continues=False to {keeps}.",
-        path=run.storage.location.url,
-    )
 
 
 #: The session of this process, which `save` and `load` share.

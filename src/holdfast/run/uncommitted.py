@@ -15,6 +15,7 @@ from holdfast.run.complete import StoredManifest, check_files, encode_seal, is_a
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
 from holdfast.run.paths import some
+from holdfast.run.references import needed_folders
 
 Remedy = Literal["finish", "remove", "none"]
 
@@ -29,18 +30,20 @@ class RunRecords:
     """The records of a run, as of one reading.
 
     `newest` is the newest epoch with a record, a commit or a tombstone. `commits` has the commits by place, with an
-    error for each that cannot be read; `folders` the folders of the readable commits.
+    error for each that cannot be read; `folders` the folders of the readable commits. `needed` are the folders that
+    hold still files to which other checkpoints refer.
     """
 
     newest: int
     commits: dict[Place, Commit | HoldfastError]
     removed: frozenset[Place]
     folders: frozenset[str]
+    needed: frozenset[str]
 
     @staticmethod
     def of(run: Run) -> RunRecords:
         """Read the records that are in storage now."""
-        newest, history = run.newest_epoch() or 0, run.history()
+        newest, history, needed = run.newest_epoch() or 0, run.history(), needed_folders(run)
         commits: dict[Place, Commit | HoldfastError] = {}
         for place in history.places():
             try:
@@ -48,7 +51,7 @@ class RunRecords:
             except UNREADABLE as error:
                 commits[place] = error
         folders = frozenset(commit.checkpoint for commit in commits.values() if isinstance(commit, Commit))
-        return RunRecords(max(newest, history.newest_epoch() or 0), commits, history.removed(), folders)
+        return RunRecords(max(newest, history.newest_epoch() or 0), commits, history.removed(), folders, needed)
 
     def is_committed(self, folder: str) -> bool:
         """Whether a commit names the checkpoint folder `folder`."""
@@ -74,6 +77,7 @@ class Uncommitted:
         self._path = run.storage.path(f"{CHECKPOINTS}/{folder}")
         names = run.storage.list(f"{CHECKPOINTS}/{folder}")
         self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name)}
+        self._names |= set(filter(fmt.is_mark_name, names))
         seal_key = records.checkpoint_key(folder, SEAL_NAME)
         self._seal = run.storage.read(seal_key) if SEAL_NAME in self._names else None
         self._given_up = self._seal is not None and is_abandoned(self._seal)
@@ -83,7 +87,8 @@ class Uncommitted:
         """The state of the folder; None where there is nothing to do. With `deep`, reads all its data."""
         if self._known.is_committed(self.folder):
             return FolderState("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
-        if not self._names or (self._given_up and len(self._names) == 1):
+        is_empty = not self._names or (self._given_up and len(self._names) == 1)
+        if is_empty or self.is_kept_for_others:
             return None
         if self._given_up or self._sealed_at in self._known.removed:
             return self._removal_unfinished()
@@ -105,6 +110,13 @@ class Uncommitted:
         if not self._names or (self._given_up and len(self._names) == 1):
             return False
         return self._given_up or self.place_to_hide() in self._known.removed
+
+    @property
+    def is_kept_for_others(self) -> bool:
+        """Whether the folder is what stays of a removed checkpoint, because others refer to its still files."""
+        files = self._names - {fmt.NAME}
+        is_rest = bool(files) and all(map(fmt.is_still_name, files))
+        return is_rest and self.folder in self._known.needed and self.is_half_removed
 
     def is_cut_off(self, epoch: int, holds: Holds) -> bool:
         """Whether a save of an epoch before `epoch` left the folder without all its data files, so that it can never be

@@ -6,7 +6,7 @@
    known to differ: the ranks send digests of those tensors. In any case rank 0 then takes the next place of the run and
    publishes the manifest.
 4. *commit*: every rank derives its share from the manifest (once per plan) and writes its data file; rank 0 seals and
-   commits.
+   commits. A rank that cannot write its file raises an alarm, and the others give theirs up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
 from holdfast.run.paths import parse
 from holdfast.run.session import Sources, Takeover
-from holdfast.saving.messages import ANSWERS, Planned, Written
+from holdfast.saving.messages import ANSWERS, GIVEN_UP, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.shares import share_in, write_share
 from holdfast.saving.stored_place import StoredPlace
@@ -262,10 +262,18 @@ class RoomMaker(Protocol):
 
 
 class _WrittenPart(NamedTuple):
-    """One rank's part of a save: its share in the plan, and the data file that it wrote."""
+    """One rank's part of a save: its share in the plan, and the data files that it wrote."""
 
     share: StoredShare
     written: Written
+
+
+class _OtherFailedError(Exception):
+    """Another rank has failed, so this one has given up its file. Never leaves this module."""
+
+
+def _is_about_space(error: Exception) -> bool:
+    return isinstance(error, StorageError) and error.code == "storage.full"
 
 
 class _Saving:
@@ -316,6 +324,7 @@ class _Saving:
             path=self._storage.path(f"checkpoints/{commit.checkpoint}"),
             nbytes=commit.nbytes,
             written_nbytes=written.nbytes,
+            referenced_nbytes=written.referenced_nbytes,
             num_tensors=len(share.manifest.body.names),
             diverged=planned.diverged,
             seconds=self._watch.seconds,
@@ -331,20 +340,42 @@ class _Saving:
                     part = attempt(write)
             try:
                 with self._watch.phase("commit"):
-                    commit = self._commit(planned, told(part, lambda mine: mine.written))
+                    commit = self._commit(planned, self._told(part))
                 return done(part), commit
             except StorageError as error:
                 if self._room is None or not self._room.made(error, self._channel, self._deadline):
                     raise
+
+    def _told(self, part: _WrittenPart | Exception) -> Written | Exception:
+        """The message about this rank's part. If it has failed, the other ranks hear of that at once: nobody needs the
+        files that they are writing. (Not so where space is missing that somebody can make.)"""
+        if isinstance(part, _OtherFailedError):
+            return GIVEN_UP
+        if isinstance(part, Exception) and (self._room is None or not _is_about_space(part)):
+            self._channel.raise_alarm(self._deadline)
+        return told(part, lambda mine: mine.written)
+
+    def _heed_alarm(self) -> None:
+        if self._channel.is_alarmed(self._deadline):
+            raise _OtherFailedError
 
     def _write(self, planned: Planned, mine: RankState, meter: Meter) -> _WrittenPart:
         share = share_in(self._storage, planned, self._rank, self._known.share)
         self._known.remember(share, self._planner.memory)
         await_queued(part for local in mine.flat.tensors.values() for part in local.memory)
         values = self._planning.values(mine)
-        return _WrittenPart(
-            share, write_share(share, self._storage, planned.folder, mine.flat, values, self._rank, meter=meter)
+        written = write_share(
+            share,
+            self._storage,
+            planned.folder,
+            mine.flat,
+            values,
+            self._rank,
+            meter=meter,
+            meanwhile=self._heed_alarm,
+            every_s=self._channel.look_s,
         )
+        return _WrittenPart(share, written)
 
     def _commit(self, planned: Planned, written: Written | Exception) -> Commit:
         """Let rank 0 commit. If ranks are gone, this rank tries to commit by itself, and the error says whether it

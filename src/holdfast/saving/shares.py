@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
 import xxhash
 
@@ -13,13 +15,16 @@ from holdfast.format import container, records
 from holdfast.format import manifest as fmt
 from holdfast.format.container import FileLayout
 from holdfast.format.manifest import DecodedManifest
+from holdfast.format.records import FileSeal
 from holdfast.format.values import Node
-from holdfast.io.buffers import writing_pool
+from holdfast.io.buffers import NUM_THREADS, pipeline_pool, writing_pool
 from holdfast.io.create_only import CheckedWriter
 from holdfast.io.meter import Meter
-from holdfast.io.ordered import changed
-from holdfast.io.sources import BytesSource
+from holdfast.io.ordered import OrderedData, changed
+from holdfast.io.sources import BytesSource, Source
 from holdfast.io.writer import write_file
+from holdfast.run.complete import sealed_file
+from holdfast.run.still_files import StoredFile
 from holdfast.saving.messages import Planned, Written
 from holdfast.state.flatten import FlatState
 from holdfast.state.marks import Versions
@@ -34,7 +39,7 @@ def share_in(storage: Store, planned: Planned, rank: int, remembered: StoredShar
         StorageError: this rank does not see the manifest that rank 0 wrote.
     """
     if remembered is not None and remembered.plan_id == planned.plan_id:
-        return remembered.again(checkpoint_id=planned.checkpoint_id)
+        return remembered.again(planned.references, checkpoint_id=planned.checkpoint_id)
     return WriteAssignment.in_manifest(planned.plan_id, _read_manifest(storage, planned, rank), rank)
 
 
@@ -47,32 +52,77 @@ def write_share(
     rank: int,
     *,
     meter: Meter,
+    meanwhile: Callable[[], None],
+    every_s: float,
 ) -> Written:
-    """Write this rank's data file, which is durable on return. `values` are the values that the file holds."""
-    layout = share.layout
-    if layout is None:
-        return Written(-1, 0, "")
-    sources = sources_of(share.manifest, layout, flat, rank)
-    if layout.values is not None:
-        block = pack_values(dict(values), capacity=layout.values.capacity)
-        sources.append(BytesSource(block))
-    nbytes = layout.data_start + layout.data_nbytes
-    key = records.checkpoint_key(folder, fmt.file_name(layout.index))
+    """Write this rank's data files, which are durable on return. `values` are the values that they hold. A still file
+    that equals its candidate gets a mark instead. `meanwhile` is called ``every_s``; if it raises, the files are given
+    up. After an error none of the files stays, so that another try can write them."""
+    during = During(meanwhile, every_s)
+    seals: list[FileSeal] = []
+    try:
+        for layout in share.layouts:
+            sources = sources_of(share.manifest, layout, flat, rank)
+            if layout.values is not None:
+                block = pack_values(dict(values), capacity=layout.values.capacity)
+                sources.append(BytesSource(block))
+            target = StoredFile(storage, share.manifest, folder, layout)
+            versions = _versions(share, layout, flat)
+            seals.append(_marked(target, sources, during) or _written(target, sources, versions, meter, during))
+    except Exception:
+        with suppress(StorageError):
+            for seal in seals:
+                storage.delete(records.checkpoint_key(folder, seal.name))
+        raise
+    return Written(tuple(seals))
+
+
+class During(NamedTuple):
+    """What is called while a file is written, and how often."""
+
+    call: Callable[[], None]
+    every_s: float
+
+
+def _marked(target: StoredFile, sources: Sequence[Source], during: During) -> FileSeal | None:
+    """The entry of the seal for a still file that equals its candidate, which gets a mark; None for any other file."""
+    if target.candidate is None:
+        return None
+
+    def digests() -> bytes:
+        with pipeline_pool() as pool:
+            return OrderedData(sources, pool, NUM_THREADS).digests()
+
+    table = target.storage.limit.run("hash", target.path, digests, meanwhile=during.call, every_s=during.every_s)
+    seal = sealed_file(target.manifest, target.layout, table)
+    return seal if target.marked(seal) else None
+
+
+def _written(
+    target: StoredFile, sources: Sequence[Source], versions: Versions, meter: Meter, during: During
+) -> FileSeal:
+    storage, layout = target.storage, target.layout
 
     def write() -> bytes:
-        writer = storage.limit.direct_writer(storage, key, nbytes=nbytes)
+        writer = storage.limit.direct_writer(storage, target.key, nbytes=layout.nbytes)
         with writing_pool(writer) as pool:
             return write_file(
-                CheckedWriter(writer, _check_of(_versions(share, layout, flat))) if writer.in_order else writer,
+                CheckedWriter(writer, _check_of(versions)) if writer.in_order else writer,
                 sources,
                 data_start=layout.data_start,
-                header=lambda table: container.header(share.manifest, layout, table),
+                header=lambda table: container.header(target.manifest, layout, table),
                 pool=pool,
                 meter=meter,
             )
 
-    table = storage.limit.run("write", storage.path(key), write)
-    return Written(layout.index, nbytes, xxhash.xxh3_128_hexdigest(table))
+    table = storage.limit.run(
+        "write",
+        target.path,
+        lambda: storage.limit.repeated(write),
+        meanwhile=during.call,
+        every_s=during.every_s,
+    )
+    return sealed_file(target.manifest, layout, table)
 
 
 def _versions(share: StoredShare, layout: FileLayout, flat: FlatState) -> Versions:

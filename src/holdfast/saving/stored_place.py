@@ -8,9 +8,10 @@ from holdfast.agreement.planner import AgreedPlan
 from holdfast.agreement.request import SaveRequest
 from holdfast.format import manifest as fmt
 from holdfast.format import records
-from holdfast.format.records import Commit, FileSeal
+from holdfast.format.records import Commit
 from holdfast.run.complete import StoredManifest, seal_and_commit
 from holdfast.run.history import Run
+from holdfast.run.references import candidates_for
 from holdfast.saving.messages import Planned, Written
 
 
@@ -27,8 +28,9 @@ class StoredPlace:
     def place(self, agreed: AgreedPlan) -> Planned:
         """Take the next place of the run and publish the manifest of the checkpoint there."""
         self._run, identity = self._request.take_place(world_size=self._num_ranks)
-        self._manifest = agreed.memory.draft.encode(identity, agreed.diverged)
-        folder = records.folder_name(identity.step, identity.checkpoint_id)
+        folder, draft = records.folder_name(identity.step, identity.checkpoint_id), agreed.memory.draft
+        references = candidates_for(self._run, draft.still_files, place=identity.place, folder=folder)
+        self._manifest = draft.encode(identity, agreed.diverged, references)
         key = records.checkpoint_key(folder, fmt.NAME)
         self._request.storage.create(key, self._manifest)
         self._planned = Planned(
@@ -40,6 +42,7 @@ class StoredPlace:
             xxhash.xxh3_128_hexdigest(self._manifest),
             agreed.memory.plan_id,
             agreed.diverged,
+            references,
         )
         return self._planned
 
@@ -52,11 +55,8 @@ class StoredPlace:
         assert self._planned is not None
         assert self._run is not None
         manifest = fmt.decode(self._manifest, path=self._planned.folder)
-        by_index = {each.index: each for each in written}
-        files = tuple(
-            FileSeal(fmt.file_name(index), by_index[index].nbytes, by_index[index].digest)
-            for index in range(manifest.body.num_files)
-        )
+        by_name = {file.name: file for each in written for file in each.files}
+        files = tuple(map(by_name.__getitem__, manifest.file_names))
         self._run.check_fence(self._planned.place.epoch)
         stored = StoredManifest(self._planned.folder, self._manifest, manifest)
         return seal_and_commit(self._run, stored, files)

@@ -29,6 +29,7 @@ from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
 from holdfast.frameworks.registry import bound as adapted
 from holdfast.frameworks.stateful import StatefulAdapter, description_of, writing
+from holdfast.frameworks.still import Still
 from holdfast.mapping.parts import StoredTensor
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import array_as_tensor, check_array, is_shareable
@@ -342,7 +343,9 @@ class _Binder:
             return None
 
         def finish() -> object:
-            part()
+            inner = part()
+            if type(wrapper) is Still:
+                wrapper.value = inner
             return wrapper
 
         return finish

@@ -26,6 +26,7 @@ from holdfast.frameworks.known_types import refusal_of, unwrapped
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of, describing
 from holdfast.frameworks.stateful import reading
+from holdfast.frameworks.still import Still
 from holdfast.plan.layout import Replicas
 from holdfast.state.arrays import Array, check_array
 from holdfast.state.collect import LocalTensor, TensorCollector, WalkCache, unsupported_tensor
@@ -39,6 +40,7 @@ from holdfast.state.plain_forms import is_registrable, plain_form
 from holdfast.state.plane_parts import PlaneDivider, name_of_planes, plane_name
 from holdfast.state.registered_types import ARRAY, Registration, any_registered, registered
 from holdfast.state.sharded_tensors import any_sharded, in_pieces, is_sharded
+from holdfast.state.still_names import StillNames
 from holdfast.wording import count, kind_of, with_article
 
 _TENSOR = TensorRef()
@@ -64,7 +66,7 @@ class FlatState:
 
     `own_nodes` are the values that belong to this rank alone: the contents of its `PerRank` parts. `remembered` makes
     the next walk cheaper, and keeps no memory alive. `unmatched` maps each glob of the selection that matches nothing
-    on this rank to similar names.
+    on this rank to similar names. `still` are the names of the tensors that training leaves alone.
     """
 
     tensors: dict[str, LocalTensor]
@@ -73,6 +75,7 @@ class FlatState:
     own_nodes: dict[str, Node]
     remembered: Sequence[WalkCache]
     unmatched: Mapping[str, list[str]]
+    still: frozenset[str] = frozenset()
 
 
 def flatten(
@@ -170,6 +173,7 @@ class Walk:
         self._stepped: set[str] = set()
         self._unsteady: set[str] = set()
         self._changed_elsewhere: list[torch.Tensor] = []
+        self._still = StillNames()
         #: The slots that `finish` names.
         self.left = Marked()
         self._begin(state, leaves=leaves)
@@ -194,13 +198,13 @@ class Walk:
         Excludes parameters that a forward changes too, and tensors that steps in a CUDA graph change, because a replay
         calls no hooks.
         """
-        names = self._stepped - self._unsteady
-        if self._planed:
-            for name in list(names):
-                node = self._nodes.get(name)
-                if isinstance(node, PlanesNode):
-                    names.update(plane_name(name, plane) for plane in node.planes)
-        return names & found.keys()
+        return self._with_planes(self._stepped - self._unsteady) & found.keys()
+
+    def _with_planes(self, names: set[str]) -> set[str]:
+        """The `names` of tensors, and those of their planes."""
+        nodes = ((name, self._nodes.get(name)) for name in names) if self._planed else ()
+        planed = ((name, node.planes) for name, node in nodes if isinstance(node, PlanesNode))
+        return names.union(plane_name(name, plane) for name, planes in planed for plane in planes)
 
     def finish(self) -> FlatState:
         """Name the slots in `left`, and return the flat state. Any thread may call it, once; the slots must not have
@@ -218,6 +222,7 @@ class Walk:
             own,
             self.remembered,
             {} if self._select is None else self._select.unmatched(),
+            self._still.among(found, self._with_planes(self._still.frozen - self._stepped - self._unsteady)),
         )
 
     def _begin(self, state: Mapping[str, object], *, leaves: bool) -> None:
@@ -350,6 +355,10 @@ class Walk:
         """As `Sink.unsteady`."""
         self._changed_elsewhere += tensors
 
+    def frozen(self, names: Iterable[str]) -> None:
+        """As `Sink.frozen`."""
+        self._still.frozen.update(names)
+
     def steps(self, optimizer: Optimizer, trained: Iterable[NamedTensor]) -> None:
         """As `Sink.steps`."""
         self.optimizers.append(optimizer)
@@ -422,6 +431,8 @@ class Walk:
     def _visit(self, path: str, item: object, replicas: Replicas, *, live: bool) -> bool:
         """Add the item at `path`; returns False where it is not selected. With `live`, a load can bind it again, so
         modules and the like are allowed, and the selection applies."""
+        if type(item) is Still:
+            self._still.paths.append(path)
         item = item if isinstance(item, torch.Tensor) else unwrapped(item)
         if self._select is not None and live and not own_part(path):
             if (adapter := adapter_of(item)) is not None and adapter.is_divisible:

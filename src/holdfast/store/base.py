@@ -46,6 +46,13 @@ class Location(msgspec.Struct, frozen=True, array_like=True):
         """The folder that the location names; None for a URL."""
         return None if SCHEME.match(self.url) else Path(self.url)
 
+    @property
+    def parent(self) -> Location | None:
+        """The location that this one lies in, with the same options; None for a bucket or a root folder."""
+        scheme = SCHEME.match(self.url)
+        above = self.url.rstrip("/").rpartition("/")[0]
+        return Location(above, self.options) if len(above) > (scheme.end() if scheme else 0) else None
+
     def below(self, name: str) -> Location:
         """The location of `name` in this one, with the same options."""
         return Location(f"{self.url.rstrip('/')}/{name}", self.options)

@@ -10,28 +10,34 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+import msgspec
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import Location
-from holdfast.store.object_errors import no_address, no_tls, opened
+from holdfast.store.object_errors import OBSTORE_ERRORS, is_answer, is_passing, no_address, no_tls, opened
 from holdfast.store.object_urls import OPTIONS, ObjectPlace
+from holdfast.store.retry_budget import RetryBudget, repeated
+
+T = TypeVar("T")
 
 Bucket: TypeAlias = "S3Store | GCSStore | AzureStore"
 
-#: Limits for requests of a few kilobytes: a wrong address is reported after seconds.
+#: Limits for one request of a few kilobytes, and for one of up to some hundred megabytes, body included.
 _RECORD_TIMEOUT_S: Final = 20.0
-_RECORD_RETRIES: Final = 6
-_RECORD_BUDGET_S: Final = 40.0
-#: Limits for requests of up to some hundred megabytes, body included. They end before a save's default time limit.
 _DATA_TIMEOUT_S: Final = 120.0
-_DATA_RETRIES: Final = 10
-_DATA_BUDGET_S: Final = 180.0
-_BACKOFF: Final = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+#: The budget of requests to a server that has answered once, and to one that never has: a wrong address is reported
+#: after seconds. The first one ends before the default time limit of a save.
+_BUDGET: Final = RetryBudget(total_s=180.0)
+_FIRST_CONTACT: Final = RetryBudget(total_s=10.0)
+#: The times for which requests of many megabytes are repeated. A client of obstore has one of them for good, so there
+#: is a client for each.
+_DATA_BUDGETS_S: Final = (_BUDGET.total_s, 60.0, 20.0, 6.0, 2.0)
 #: Idle connections are closed before usual servers and balancers close them.
 _IDLE_S: Final = 15.0
 
@@ -58,30 +64,57 @@ class ObjectClient:
     def __init__(self, place: ObjectPlace) -> None:
         self.endpoint = _endpoint(place)
         self.pid = os.getpid()
-        #: For requests of a few kilobytes. `_once` makes no request a second time.
-        self._records = _bucket(place, self.endpoint, _RECORD_TIMEOUT_S, _RECORD_RETRIES, _RECORD_BUDGET_S)
-        self._once = _bucket(place, self.endpoint, _RECORD_TIMEOUT_S, 0, _RECORD_BUDGET_S)
-        self._data = _bucket(place, self.endpoint, _DATA_TIMEOUT_S, _DATA_RETRIES, _DATA_BUDGET_S)
+        self._place = place
+        self._records = _bucket(place, self.endpoint, _RECORD_TIMEOUT_S, RetryBudget(total_s=0.0))
+        #: Clients for many megabytes, by the time for which they repeat a request.
+        self._data: dict[float, Bucket] = {}
+        #: Whether the server has ever answered, so that its address is right.
+        self.has_answered = False
 
     @property
     def records(self) -> Bucket:
-        """The client for requests of a few kilobytes."""
+        """The client for requests of a few kilobytes. It makes each request once: its caller repeats it (`asked`)."""
         return self._checked(self._records)
 
-    @property
-    def once(self) -> Bucket:
-        """As `records`, but it makes each request once: its caller decides whether to repeat it."""
-        return self._checked(self._once)
+    def data(self, left_s: float) -> Bucket:
+        """The client for requests of many megabytes, for a caller that has ``left_s``. It repeats them by itself, for
+        less than that, so that its error comes in time."""
+        total_s = next((each for each in _DATA_BUDGETS_S if each < left_s), _DATA_BUDGETS_S[-1])
+        if total_s not in self._data:
+            budget = msgspec.structs.replace(_BUDGET, total_s=total_s)
+            self._data.setdefault(total_s, _bucket(self._place, self.endpoint, _DATA_TIMEOUT_S, budget))
+        return self._checked(self._data[total_s])
 
     @property
-    def data(self) -> Bucket:
-        """The client for requests of many megabytes."""
-        return self._checked(self._data)
+    def budget(self) -> RetryBudget:
+        """How long failed requests are tried again."""
+        return _BUDGET if self.has_answered else _FIRST_CONTACT
+
+    def asked(
+        self,
+        request: Callable[[], T],
+        left_s: Callable[[], float],
+        *,
+        is_passing: Callable[[Exception], bool] = is_passing,
+    ) -> T:
+        """The answer to a `request` of a few kilobytes, which is repeated after an error that `is_passing`, within
+        `budget` and ``left_s``."""
+
+        def ask() -> T:
+            try:
+                answer = request()
+            except OBSTORE_ERRORS as error:
+                self.has_answered |= is_answer(error)
+                raise
+            self.has_answered = True
+            return answer
+
+        return repeated(ask, lambda: self.budget, is_passing=is_passing, left_s=left_s)
 
     def keep_in_child(self) -> None:
         """In a forked child: keep obstore's objects for ever. Their destructors could wait for threads that the child
         does not have."""
-        for bucket in (self._records, self._once, self._data):
+        for bucket in (self._records, *self._data.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(bucket))
 
     def check(self) -> None:
@@ -114,7 +147,7 @@ def client_of(location: Location) -> ObjectClient:
     return _clients[key]
 
 
-def _bucket(place: ObjectPlace, endpoint: str | None, timeout_s: float, num_retries: int, budget_s: float) -> Bucket:
+def _bucket(place: ObjectPlace, endpoint: str | None, timeout_s: float, budget: RetryBudget) -> Bucket:
     names = OPTIONS[place.scheme]
     # obstore checks the values: whoever writes them gets its error.
     config: Any = {names[name]: value for name, value in place.options.items() if name != "allow_http"}
@@ -127,9 +160,13 @@ def _bucket(place: ObjectPlace, endpoint: str | None, timeout_s: float, num_retr
     if endpoint is not None and urlsplit(endpoint).scheme == "http":
         client_options["allow_http"] = True  # `_endpoint` has checked that the user allows it
     retry: Any = {
-        "max_retries": num_retries,
-        "retry_timeout": timedelta(seconds=budget_s),
-        "backoff": _BACKOFF,
+        "max_retries": 1 << 20 if budget.total_s else 0,  # the time alone limits them
+        "retry_timeout": timedelta(seconds=budget.total_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=budget.first_s),
+            "max_backoff": timedelta(seconds=budget.longest_s),
+            "base": 2,
+        },
     }
     common: Any = {"client_options": client_options, "retry_config": retry}
     if place.scheme == "s3":

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 from obstore.exceptions import (
+    AlreadyExistsError,
     BaseError,
     PermissionDeniedError,
+    PreconditionError,
     UnauthenticatedError,
     UnknownConfigurationKeyError,
 )
@@ -109,7 +111,7 @@ _KINDS: Final = (
     ),
     _passing(
         r"status code: 5\d\d|status code: 409|kind: (Request|Decode|Interrupted|Unknown)|connection (closed|reset)|"
-        r"error (sending request|decoding response)|IncompleteMessage",
+        r"error (sending request|decoding response)|IncompleteMessage|Got invalid \w+ response",
         "storage.unavailable",
         "Try again; if the error persists, check the network and the server.",
     ),
@@ -175,6 +177,20 @@ def is_definite(error: Exception) -> bool:
     """Whether a request that failed had no effect, and would fail again."""
     found = error_for("", "", error)
     return not (isinstance(found, StorageError) and (found.retryable or found.code == "storage.failed"))
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether a request failed for a cause that may pass: the network, the server, or its limit of requests."""
+    if not isinstance(error, OBSTORE_ERRORS) or isinstance(error, AlreadyExistsError | PreconditionError):
+        return False
+    found = error_for("", "", error)
+    return isinstance(found, StorageError) and found.retryable
+
+
+def is_answer(error: Exception) -> bool:
+    """Whether a server has answered the request that failed with `error`."""
+    is_told = isinstance(error, FileNotFoundError | AlreadyExistsError | PreconditionError)
+    return is_told or _STATUS.search(str(error)) is not None
 
 
 def no_address() -> ConfigurationError:

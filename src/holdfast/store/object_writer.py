@@ -1,38 +1,54 @@
 """Writers of objects: small ones in one conditional request, large ones streamed in parts.
 
-A streamed object is one multipart upload by `obstore.put`, which takes its bytes in order from an iterator and runs in
-a thread of the writer. The parts are views of the caller's own memory where a write is large, so nothing is copied;
-`write_at` returns when obstore has released them. Smaller writes are collected in a buffer for each part.
+A streamed object is one multipart upload by `obstore.put_async`, which takes its bytes in order from an iterator and
+runs in a thread of the writer. The parts are views of the caller's own memory where a write is large, so nothing is
+copied; `write_at` returns when obstore has released them. Smaller writes are collected in a buffer for each part.
+
+obstore repeats the requests of an upload by itself. When the time of the caller is up, the upload is given up: first in
+order, so that the server forgets its parts; and where the server does not answer, by cancelling all of its requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import math
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from contextvars import Context
 from itertools import count
-from typing import Final, Self
+from typing import Final, Self, TypeVarTuple
 
 import numpy as np
 import obstore
 
 from holdfast.store.base import Bytes
-from holdfast.store.object_client import ObjectClient
+from holdfast.store.object_client import Bucket, ObjectClient
 from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, reported
 from holdfast.store.posix_errors import exists
+
+Ts = TypeVarTuple("Ts")
 
 #: S3 allows 10,000 parts; fewer leave room for objects that grow a little.
 _MAX_PARTS: Final = 9_000
 PART_NBYTES: Final = 16 << 20
 #: Bound for the parts of one object that are under way at a time.
 _IN_FLIGHT_NBYTES: Final = 128 << 20
-#: Longest wait for an upload to be aborted.
+#: Time for an upload to end in order after it was given up; then it is cancelled.
+_GRACE_S: Final = 3.0
+#: Longest wait for an upload that was given up.
 _ABORT_S: Final = 10.0
+#: Longest wait for obstore's threads to leave Python, and the pause at the end of a process for their last steps there.
+_LEAVING_S: Final = 1.0
+_LEFT_S: Final = 0.03
+#: Interval of looks at whether an upload is to be given up.
+_LOOK_S: Final = 0.2
 #: The name of an attribute by which a writer recognises its object. Azure allows only letters and digits.
 _ATTRIBUTE: Final = "holdfastupload"
 
@@ -96,9 +112,18 @@ class StreamedObjectWriter:
     in_order = True
 
     def __init__(
-        self, client: ObjectClient, key: str, path: str, *, nbytes: int, part_nbytes: int = PART_NBYTES
+        self,
+        client: ObjectClient,
+        key: str,
+        path: str,
+        *,
+        nbytes: int,
+        part_nbytes: int = PART_NBYTES,
+        left_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
+        """``left_s`` is the time that the caller has left: the upload is given up when it is over."""
         self._client, self._key, self._path = client, key, path
+        self._left_s = left_s
         self._part_nbytes = max(part_nbytes, -(-nbytes // _MAX_PARTS))
         self._num_parts = min(max(_IN_FLIGHT_NBYTES // self._part_nbytes, 2), 8)
         self._token = secrets.token_hex(16)
@@ -118,6 +143,9 @@ class StreamedObjectWriter:
         self._is_aborted = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        #: The event loop of the thread while it runs, and the event that wakes it.
+        self._loop: _UploadLoop | None = None
+        self._news = asyncio.Event()
 
     def write_at(self, offset: int, *data: Bytes) -> None:
         """As `FileWriter.write_at`."""
@@ -131,7 +159,7 @@ class StreamedObjectWriter:
             while taken < nbytes:
                 taken += self._take(arrays, nbytes - taken, mine)
             self._next = offset + nbytes
-            self._changed.notify_all()
+            self._tell()
             self._wait(lambda: self._held.keys().isdisjoint(mine))
 
     def publish(self, nbytes: int) -> None:
@@ -147,7 +175,7 @@ class StreamedObjectWriter:
             self._num_kept -= surplus
             self._push_kept()
             self._is_complete = True
-            self._changed.notify_all()
+            self._tell()
         assert self._thread is not None
         self._thread.join()
         if self._error is not None and not self._was_published():
@@ -158,22 +186,25 @@ class StreamedObjectWriter:
         with self._changed:
             self._is_aborted = True
             self._pieces.clear()
-            self._changed.notify_all()
+            self._tell()
         if self._thread is not None and os.getpid() == self._client.pid:
             self._thread.join(_ABORT_S)
 
-    def __iter__(self) -> Self:
+    def __aiter__(self) -> Self:
         return self
 
-    def __next__(self) -> memoryview:
-        """The next piece; obstore calls it. Blocks until there is one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._pieces or self._is_complete or self._is_aborted)
-            if self._is_aborted:
-                raise UploadAbortedError
-            if not self._pieces:
-                raise StopIteration
-            return self._pieces.popleft()
+    async def __anext__(self) -> memoryview:
+        """The next piece; obstore asks for it."""
+        while True:
+            with self._changed:
+                if self._is_aborted:
+                    raise UploadAbortedError
+                if self._pieces:
+                    return self._pieces.popleft()
+                if self._is_complete:
+                    raise StopAsyncIteration
+                self._news.clear()
+            await self._news.wait()
 
     def _take(self, arrays: _Arrays, nbytes: int, mine: list[int]) -> int:
         """Take the first of `nbytes` bytes: whole parts and large ends of parts as views, the rest as a copy. Returns
@@ -219,8 +250,14 @@ class StreamedObjectWriter:
 
         self._held[number] = weakref.ref(piece, released)
         self._pieces.append(piece)
-        self._changed.notify_all()
+        self._tell()
         return number
+
+    def _tell(self) -> None:
+        """With the lock: wake all threads that wait for a change, and the upload."""
+        self._changed.notify_all()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._news.set)
 
     def _wait(self, is_so: Callable[[], object]) -> None:
         """Wait, with the lock, until `is_so`. Raises if the upload has failed or was aborted."""
@@ -232,18 +269,14 @@ class StreamedObjectWriter:
 
     def _start(self) -> None:
         if self._thread is None:
-            bucket = self._client.data  # first, because it raises in a forked process
+            bucket = self._client.data(self._left_s())  # first, because it raises in a forked process
 
             def upload() -> None:
                 try:
-                    obstore.put(
-                        bucket,
-                        self._key,
-                        self,
-                        chunk_size=self._part_nbytes,
-                        max_concurrency=self._num_parts,
-                        attributes={_ATTRIBUTE: self._token},
-                    )
+                    loop = _UploadLoop()
+                    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+                        self._loop = loop
+                        runner.run(self._upload(bucket, loop))
                 except BaseException as error:  # noqa: BLE001 - raised to whoever writes
                     self._fail(error)
 
@@ -251,11 +284,47 @@ class StreamedObjectWriter:
             _uploads.add(self)
             self._thread.start()
 
+    async def _upload(self, bucket: Bucket, loop: _UploadLoop) -> None:
+        """Upload the object, until it is there, or given up, and obstore's threads have left Python."""
+        try:
+            upload = obstore.put_async(
+                bucket,
+                self._key,
+                self,
+                chunk_size=self._part_nbytes,
+                max_concurrency=self._num_parts,
+                attributes={_ATTRIBUTE: self._token},
+            )
+            await self._guarded(asyncio.ensure_future(upload))
+        finally:
+            ends_s = time.monotonic() + _LEAVING_S
+            while (loop.callers or (self._is_aborted and self._held)) and time.monotonic() < ends_s:  # noqa: ASYNC110
+                await asyncio.sleep(_LEAVING_S / 1000)  # they tell nobody that they have left
+            with self._changed:
+                self._loop = None
+
+    async def _guarded(self, upload: asyncio.Future[obstore.PutResult]) -> None:
+        """Wait for `upload`. Give it up when the time is over or somebody has aborted it, and cancel it where it does
+        not end then."""
+        ends_s = math.inf
+        while not (await asyncio.wait({upload}, timeout=_LOOK_S))[0]:
+            if math.isinf(ends_s) and (self._is_aborted or self._left_s() <= 0):
+                ends_s = time.monotonic() + _GRACE_S
+                with self._changed:
+                    self._is_aborted = True
+                    self._pieces.clear()
+                    self._tell()
+            if time.monotonic() > ends_s:
+                upload.cancel()
+        if upload.cancelled():
+            raise UploadAbortedError
+        upload.result()
+
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = error
             self._pieces.clear()
-            self._changed.notify_all()
+            self._tell()
 
     def _failure(self) -> BaseException:
         assert self._error is not None
@@ -266,7 +335,10 @@ class StreamedObjectWriter:
     def _found(self) -> str | None:
         """The token of the writer that published the object; None where there is no object."""
         try:
-            found = obstore.get(self._client.records, self._key, options={"head": True})
+            options: obstore.GetOptions = {"head": True}
+            found = self._client.asked(
+                lambda: obstore.get(self._client.records, self._key, options=options), self._left_s
+            )
         except FileNotFoundError:
             return None
         return str(found.attributes.get(_ATTRIBUTE, ""))
@@ -278,13 +350,34 @@ class StreamedObjectWriter:
         return False
 
 
+class _UploadLoop(asyncio.SelectorEventLoop):
+    """The event loop of one upload. `callers` has an entry for each thread that is waking it: one of obstore's that
+    comes back from there into a Python that is gone ends the process with SIGABRT."""
+
+    def __init__(self) -> None:
+        self.callers: deque[None] = deque()
+        super().__init__()
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """As for any loop."""
+        self.callers.append(None)
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        finally:
+            self.callers.pop()
+
+
 _uploads: weakref.WeakSet[StreamedObjectWriter] = weakref.WeakSet()
 
 
 def _end_uploads() -> None:
     """Abort what is under way when the process ends: threads of obstore must not wait for a Python that is gone."""
-    for writer in list(_uploads):
-        writer.abort()
+    if writers := list(_uploads):
+        for writer in writers:
+            writer.abort()
+        time.sleep(_LEFT_S)
 
 
 atexit.register(_end_uploads)

@@ -8,12 +8,11 @@ reads the object back, and compares.
 from __future__ import annotations
 
 import builtins
-import random
+import math
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import obstore
@@ -23,7 +22,6 @@ from holdfast.store.object_client import ObjectClient, client_of
 from holdfast.store.object_errors import (
     OBSTORE_ERRORS,
     changed,
-    error_for,
     is_definite,
     is_out_of_range,
     not_found,
@@ -33,10 +31,8 @@ from holdfast.store.object_urls import ObjectPlace
 from holdfast.store.object_writer import PART_NBYTES, StreamedObjectWriter, WholeObjectWriter
 from holdfast.store.posix_errors import long, short
 
-#: Longest time, in seconds, in which a creation whose outcome is not known is repeated.
-_CREATE_BUDGET_S: Final = 40.0
-_FIRST_PAUSE_S: Final = 0.1
-_LONGEST_PAUSE_S: Final = 5.0
+T = TypeVar("T")
+
 #: The chunks in which the body of an answer arrives: larger ones are put together from smaller ones, by one more copy.
 _CHUNK_NBYTES: Final = 256 << 10
 #: The reads that a network with long delays needs. More or larger ones gain little, and take processor time.
@@ -59,8 +55,13 @@ class ObjectStore:
     the store.
     """
 
-    def __init__(self, location: Location, *, part_nbytes: int = PART_NBYTES) -> None:
+    def __init__(
+        self, location: Location, *, part_nbytes: int = PART_NBYTES, left_s: Callable[[], float] = lambda: math.inf
+    ) -> None:
+        """``left_s`` is the time that the caller has left: requests that fail are not repeated when it is over, and
+        uploads end then."""
         self.location = location
+        self._left_s = left_s
         self._place = ObjectPlace.of(location)
         self._client = client_of(location)
         self._part_nbytes = part_nbytes
@@ -70,6 +71,10 @@ class ObjectStore:
             request_nbytes=_REQUEST_NBYTES,
             num_requests=_NUM_REQUESTS,
         )
+
+    def within(self, left_s: Callable[[], float]) -> ObjectStore:
+        """As `LimitedStore.within`."""
+        return ObjectStore(self.location, part_nbytes=self._part_nbytes, left_s=left_s)
 
     def resolved(self) -> str:
         """The URL of the root, and the address of its server where that is not the cloud's own."""
@@ -95,7 +100,7 @@ class ObjectStore:
             options["range"] = {"offset": start}
         with reported("read", path):
             try:
-                result = obstore.get(self._client.records, self._place.key(key), options=options)
+                size, data = self._asked(lambda: self._got(key, options, limit))
             except OBSTORE_ERRORS as error:
                 if not is_out_of_range(error):
                     raise
@@ -103,9 +108,8 @@ class ObjectStore:
                 if nbytes is None:
                     return b""
                 raise short(path, start=start, wanted=nbytes, found=max(found - start, 0)) from error
-            if limit is not None and result.meta["size"] > limit:
-                raise long(path, limit=limit, found=result.meta["size"])
-            data = bytes(result.bytes())
+        if limit is not None and size > limit:
+            raise long(path, limit=limit, found=size)
         if nbytes is not None and len(data) < nbytes:
             raise short(path, start=start, wanted=nbytes, found=len(data))
         return data
@@ -114,7 +118,7 @@ class ObjectStore:
         """As `Store.nbytes`."""
         with reported("look at", self.path(key)):
             try:
-                return obstore.head(self._client.records, self._place.key(key))["size"]
+                return self._asked(lambda: obstore.head(self._client.records, self._place.key(key)))["size"]
             except FileNotFoundError:
                 return None
 
@@ -123,9 +127,9 @@ class ObjectStore:
         path = self.path(folder) if folder else self.location.url
         prefix = self._place.key(folder)
         with reported("list", path):
-            if limit is not None and (names := self._first_names(prefix, limit)) is not None:
+            if limit is not None and (names := self._asked(lambda: self._first_names(prefix, limit))) is not None:
                 return names
-            found = obstore.list_with_delimiter(self._client.records, prefix or None)
+            found = self._asked(lambda: obstore.list_with_delimiter(self._client.records, prefix or None))
         keys = (*(each["path"] for each in found["objects"]), *found["common_prefixes"])
         return sorted({key.rstrip("/").rpartition("/")[2] for key in keys} - {""})[:limit]
 
@@ -141,11 +145,13 @@ class ObjectStore:
             self._client.check()
             return WholeObjectWriter(path, lambda data: self._created(key, data), nbytes=nbytes)
         full = self._place.key(key)
-        return StreamedObjectWriter(self._client, full, path, nbytes=nbytes, part_nbytes=self._part_nbytes)
+        return StreamedObjectWriter(
+            self._client, full, path, nbytes=nbytes, part_nbytes=self._part_nbytes, left_s=self._left_s
+        )
 
     def reader(self, key: str) -> ObjectReader:
         """As `Store.reader`. What it reads is the object that is there now, or an error."""
-        return ObjectReader(self._client, self._place.key(key), self.path(key))
+        return ObjectReader(self._client, self._place.key(key), self.path(key), self._left_s)
 
     def delete(self, key: str) -> bool:
         """As `Store.delete`. Of several calls at once, more than one may return True."""
@@ -153,7 +159,7 @@ class ObjectStore:
             return False
         with reported("delete", self.path(key)):
             try:
-                obstore.delete(self._client.records, self._place.key(key))
+                self._asked(lambda: obstore.delete(self._client.records, self._place.key(key)))
             except FileNotFoundError:
                 return False
         return True
@@ -178,29 +184,40 @@ class ObjectStore:
             raise not_found(self.path(key))
         return found
 
+    def _asked(self, request: Callable[[], T]) -> T:
+        return self._client.asked(request, self._left_s)
+
+    def _got(self, key: str, options: obstore.GetOptions, limit: int | None) -> tuple[int, bytes]:
+        """The size of an object, and the bytes that `options` ask for; none where it has more than `limit`."""
+        result = obstore.get(self._client.records, self._place.key(key), options=options)
+        size = result.meta["size"]
+        return size, b"" if limit is not None and size > limit else bytes(result.bytes())
+
     def _created(self, key: str, data: Bytes) -> bool:
         path, full = self.path(key), self._place.key(key)
         may_be_ours = False
-        for pause_s in _pauses():
+
+        def create() -> bool:
+            nonlocal may_be_ours
             try:
-                obstore.put(self._client.once, full, data.data, mode="create", use_multipart=False)
+                obstore.put(self._client.records, full, data.data, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError as error:
                 failure: Exception = error
             except OBSTORE_ERRORS as error:
                 if is_definite(error):
-                    raise error_for("create", path, error) from error
+                    raise
                 failure, may_be_ours = error, True
             else:
                 return True
             # A lost answer looks like a lost race, and so does a request that the server refused because of another one
             # at the same moment. What is there now decides.
             found = self._found(full)
-            if found is not None:
-                return may_be_ours and found == data.tobytes()
-            if pause_s is None:
-                raise error_for("create", path, failure) from failure
-            time.sleep(pause_s)
-        raise AssertionError("the last pause is None")
+            if found is None:
+                raise failure
+            return may_be_ours and found == data.tobytes()
+
+        with reported("create", path):
+            return self._client.asked(create, self._left_s, is_passing=lambda error: not is_definite(error))
 
     def _found(self, full: str) -> bytes | None:
         """The bytes of an object; None where there is none, or the server does not say."""
@@ -216,10 +233,10 @@ class ObjectReader:
     alignment = 1
     memory = None
 
-    def __init__(self, client: ObjectClient, key: str, path: str) -> None:
-        self._client, self._key, self._path = client, key, path
+    def __init__(self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float]) -> None:
+        self._client, self._key, self._path, self._left_s = client, key, path, left_s
         with reported("open", path):
-            found = obstore.head(client.records, key)
+            found = client.asked(lambda: obstore.head(client.records, key), left_s)
         self.nbytes = found["size"]
         self._etag = found["e_tag"]
         self._expected = _Expected()
@@ -252,7 +269,7 @@ class ObjectReader:
         if self._etag is not None:
             options["if_match"] = self._etag
         with self._reading():
-            found = obstore.get(self._client.data, self._key, options=options)
+            found = obstore.get(self._client.data(self._left_s()), self._key, options=options)
             return _ArrivingBody(start, stop, found.stream(min_chunk_size=_CHUNK_NBYTES))
 
     @contextmanager
@@ -296,13 +313,3 @@ class _Expected(threading.local):
     """The body that a thread reads from next."""
 
     body: _ArrivingBody | None = None
-
-
-def _pauses() -> Iterator[float | None]:
-    """Pauses between tries, in seconds, with jitter; None after the last one."""
-    end_s = time.monotonic() + _CREATE_BUDGET_S
-    pause_s = _FIRST_PAUSE_S
-    while time.monotonic() + pause_s < end_s:
-        yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - it spreads requests, and protects nothing
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-    yield None

@@ -9,23 +9,38 @@ to another file. The buffer is not used again (see `BufferPool.buffer`).
 from __future__ import annotations
 
 import builtins
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from holdfast.errors import StorageError
 from holdfast.store.base import Bytes, FileReader, FileWriter, Store, StreamingReader
 from holdfast.store.helpers import Helpers
+from holdfast.store.retry_budget import RetryBudget, repeated
 
 #: Grace period for closing a file after the deadline, and longest wait for a request that was given up before it.
 _GRACE_S = 0.1
 _LAST_S = 1.0
+#: The share of the time in which a store repeats nothing any more, but for `_LAST_S` at most.
+_MARGIN = 0.05
+#: For how long a whole file is written again that a store could not take.
+_REPEATS = RetryBudget(total_s=180.0, first_s=0.5, longest_s=10.0)
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class LimitedStore(Protocol):
+    """A store that repeats failed requests by itself, within the time of its caller."""
+
+    def within(self, left_s: Callable[[], float]) -> Store:
+        """The same store for a caller that has ``left_s`` seconds left: then it repeats nothing, and ends what it has
+        begun."""
 
 
 class TimedStore:
@@ -44,8 +59,8 @@ class TimedStore:
         self.location = storage.location
         # Mapped reads cannot be given a deadline.
         self.capabilities = replace(storage.capabilities, is_mappable=False)
-        self.untimed = storage
         self.limit = limit or TimeLimit(timeout_s)
+        self.untimed = storage.within(self.limit.left_s) if isinstance(storage, LimitedStore) else storage
 
     def resolved(self) -> str:
         """As `Store.resolved`."""
@@ -262,21 +277,38 @@ class TimeLimit:
         if self._given_up or time.monotonic() > self._end_s:
             raise self._late(operation, path)
 
-    def run(self, operation: str, path: str, call: Callable[[], T], *, stop: Callable[[], None] = lambda: None) -> T:
+    def run(
+        self,
+        operation: str,
+        path: str,
+        call: Callable[[], T],
+        *,
+        stop: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
+        every_s: float = math.inf,
+    ) -> T:
         """Let a helper make `call`, which does all of `operation` on `path`, and wait for it as for one request.
 
         When the time is up, or the caller is interrupted, no further request begins. So `call` ends, and cleans up, as
         soon as its hanging request has ended. Until then it may read from all memory that it was given. `stop` is
         called first; after it has returned, `call` must not write to any memory that the caller continues to use.
+        `meanwhile` is called ``every_s`` while this waits; if it raises, the caller waits no longer.
         """
         request = self.begin(call, operation, path)
         try:
+            while every_s < self._end_s - time.monotonic() and not wait([request], timeout=every_s).done:
+                meanwhile()
             return self.answer(request, operation, path)
         finally:
             if not request.done():
                 self.give_up()
                 stop()
                 wait([request], timeout=self.patience_s())
+
+    def repeated(self, work: Callable[[], T]) -> T:
+        """The result of `work`, for work inside `run`: after a failure that may pass, it is done again from its
+        beginning, within `_REPEATS` and the time that is left."""
+        return repeated(work, lambda: _REPEATS, is_passing=_may_pass, left_s=self.left_s)
 
     def direct_writer(self, store: Store, key: str, *, nbytes: int) -> FileWriter:
         """As `Store.writer`, for work inside `run`: the calling thread makes the requests itself."""
@@ -302,6 +334,11 @@ class TimeLimit:
             if request.done():  # meanwhile, or with an error of this kind
                 return request.result()
             raise self._late(operation, path) from error
+
+    def left_s(self) -> float:
+        """Seconds in which a store may still repeat a failed request: a little less than are left, because the store's
+        own error says more than that the time is up."""
+        return self._end_s - min(_MARGIN * self._timeout_s, _LAST_S) - time.monotonic()
 
     def give_up(self) -> None:
         """Refuse all further requests, and shorten the deadline to `_LAST_S` from now."""
@@ -332,6 +369,10 @@ class TimeLimit:
             path=path,
             retryable=True,
         )
+
+
+def _may_pass(error: Exception) -> bool:
+    return isinstance(error, StorageError) and error.retryable
 
 
 def untimed(store: Store) -> Store:

@@ -225,6 +225,17 @@ def newest_in_memory(saves: Iterable[JobSave], restores: Iterable[RankRestore]) 
     return max(found, key=lambda save: save.begun_s, default=None)
 
 
+def missed_in_a_row(saves: Iterable[JobSave]) -> int:
+    """The number of the last saves that made no checkpoint, of those that were to make one."""
+    number = 0
+    for save in saves:
+        if save.outcome in ("failed", "skipped") and not save.memory_only:
+            number += 1
+        elif save.outcome == "committed":
+            number = 0
+    return number
+
+
 class StepFigures(NamedTuple):
     """The median time of a step without a save under way, in the newest job; and by which share of that time a save
     under way makes `num_saving` steps slower. ``slowdown`` is None where chance alone may explain what was measured."""

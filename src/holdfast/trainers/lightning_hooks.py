@@ -71,6 +71,7 @@ class LightningHooks:
             max_resumes=None,
             takeover=False,
             when_full="wait",
+            on_failed_save="warn",
             timeout_s=timeout_s,
         )
         if not isinstance(save, SavePolicy):
