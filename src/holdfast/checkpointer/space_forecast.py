@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class SpaceForecast:
-    """Looks, when a loop begins and after each commit, at the free space of the run's disk. Warns once.
+    """Warns once when the disk of the run has room for few more saves. It looks when a loop begins and after commits.
 
     Object stores have no size, so nothing is told about them.
     """

@@ -31,7 +31,7 @@ Shown: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], N
 
 @dataclass
 class CopyOutcome:
-    """What a copy did with each checkpoint; see `holdfast.reports.CopyReport`."""
+    """The checkpoints that a copy has brought, found, or left out; see `holdfast.reports.CopyReport`."""
 
     copied: list[Place] = field(default_factory=list)
     present: list[Place] = field(default_factory=list)
@@ -82,8 +82,8 @@ class RunCopy:
         return self._target.run.head()
 
     def _steps(self, listing: SourceListing) -> list[EpochStep | Place]:
-        """What to bring, in order. A checkpoint that was asked for by its place is looked at also where the target has
-        it, since it may have lost files."""
+        """The epochs and places to bring, in order. A place that the caller named is among them also where the target
+        has it, since the target may have lost files of it."""
         target = self._target
         wanted = listing.wanted(self._only)
         self.outcome.removed = sorted(wanted & target.removed)

@@ -1,4 +1,4 @@
-"""How many more checkpoints fit on a disk: future saves, and the deletions of a policy between them. Pure."""
+"""The number of further checkpoints that fit on a disk, with a policy's deletions between the saves. Pure."""
 
 from __future__ import annotations
 

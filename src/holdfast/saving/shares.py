@@ -78,7 +78,7 @@ def write_share(
 
 
 class During(NamedTuple):
-    """What is called while a file is written, and how often."""
+    """A function for the wait for a file that is written: the caller calls it ``every_s``."""
 
     call: Callable[[], None]
     every_s: float

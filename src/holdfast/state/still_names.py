@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StillNames:
-    """What a walk has learned: the names of `frozen` parameters, and the `paths` of parts that the user has declared
-    still."""
+    """The still parts that a walk has found: the names of `frozen` parameters, and the `paths` of parts that the user
+    has declared still."""
 
     frozen: set[str] = field(default_factory=set)
     paths: list[str] = field(default_factory=list)

@@ -87,7 +87,7 @@ class ObjectClient:
 
     @property
     def budget(self) -> RetryBudget:
-        """How long failed requests are tried again."""
+        """The budget of repeats for failed requests."""
         return _BUDGET if self.has_answered else _FIRST_CONTACT
 
     def asked(

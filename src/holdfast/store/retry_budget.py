@@ -1,4 +1,4 @@
-"""How failed work is tried again: for a stated time, after pauses with jitter. Pure, but for `repeated`, which waits.
+"""Budgets for repeats of failed work: a stated time, and pauses with jitter. Pure, but for `repeated`, which waits.
 
 Whoever tries something again takes its pauses from here: the requests to an object store, the files of a save, and the
 keeper.
