@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from holdfast.io.buffers import NUM_THREADS
+from holdfast.io.buffers import NUM_SMALL_FILES
 from holdfast.io.side_by_side import write_side_by_side
 
 
@@ -20,7 +20,7 @@ class SmallTask:
     paths: tuple[str, ...]
 
 
-SMALL = [SmallTask(number, ("a", "b")) for number in range(2 * NUM_THREADS)]
+SMALL = [SmallTask(number, ("a", "b")) for number in range(2 * NUM_SMALL_FILES)]
 LARGE = [SmallTask(100 + number, ("a",)) for number in range(3)]
 
 
@@ -29,7 +29,7 @@ def no_progress(nbytes: int) -> None:
 
 
 def test_tasks_of_several_files_run_at_the_same_time() -> None:
-    met = threading.Barrier(NUM_THREADS)
+    met = threading.Barrier(NUM_SMALL_FILES)
     done: list[int] = []
 
     def write(task: SmallTask, tell: Callable[[int], None]) -> int:
@@ -79,4 +79,4 @@ def test_the_other_tasks_end_at_their_next_window_after_an_error(error: BaseExce
     with pytest.raises(type(error)) as raised:
         write_side_by_side(SMALL, write, finished=lambda _: None, advance=no_progress)
     assert raised.value is error
-    assert len(begun) <= NUM_THREADS
+    assert len(begun) <= NUM_SMALL_FILES
