@@ -14,11 +14,13 @@ import holdfast
 from holdfast.copying.run_copy import CopyOutcome, RunCopy
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
 from holdfast.format.records import Place
+from holdfast.policy.keep import KeepEvery
 from holdfast.run.history import Run
-from holdfast.run.holds import Holds
+from holdfast.run.holds import Holds, create_lease
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import quarantine
 from holdfast.run.removal import abandon
+from holdfast.run.retention import Retention
 from holdfast.store.base import Location
 from holdfast.store.only_writer import only_writer
 from holdfast.store.urls import open_store
@@ -26,6 +28,7 @@ from tests.store.test_posix_storage import mounted
 from tests.support.checkpoints import begin, check, save, write_data
 from tests.support.checkpoints import publish_manifest as begin_save
 from tests.support.command_line import damage, folder_of, holdfast_command
+from tests.support.faulty_storage import FaultyStore
 
 
 @pytest.fixture
@@ -345,6 +348,37 @@ class TestBesideDeletions:
             copy_with(source, dst, during)
         assert error.value.code == "config.diverged"
         assert opened(dst).head_place() == Place(1, 3)
+
+    def test_a_policy_in_the_copy_does_not_give_up_an_abandoned_checkpoint_that_is_copied_now(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        """It took the parts for those of a cut-off save, and no later call could copy the checkpoint any more."""
+        begin(source, opened_from=Place(1, 2))
+        save(source, Place(2, 1), 40)
+        cut_off: list[str] = []
+
+        def during(text: str) -> None:
+            retention = Retention(KeepEvery(1))
+            cut_off.extend(retention.apply(opened(dst), retention.survey(opened(dst))).cut_off)
+
+        assert Place(1, 3) in copy_with(source, dst, during).copied
+        assert cut_off == []
+        check_all(dst)
+
+    def test_a_policy_that_looks_between_a_lease_and_a_manifest_of_a_copy_keeps_the_parts(self, source: Run) -> None:
+        """A deletion had listed the leases before the copy began, and the manifest after it."""
+        begin(source, opened_from=Place(1, 2))
+        storage, begun = source.storage, list[str]()
+
+        def begin_copy(_: int, when: str, name: str, path: str) -> None:
+            if (when, name) == ("after", "list") and path.endswith("/pins") and not begun:
+                create_lease(storage, Place(1, 4), lasting_s=60.0)
+                begun.append(begin_save(source, Place(1, 4), 40))
+
+        watched = Run(FaultyStore(storage, begin_copy), source.marker)
+        retention = Retention(KeepEvery(1))
+        assert retention.apply(watched, retention.survey(watched)).cut_off == []
+        assert begun
 
 
 def _until_leased(run: Run, place: Place) -> None:

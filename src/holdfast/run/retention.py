@@ -20,15 +20,16 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
-from holdfast.format.records import CHECKPOINTS, Commit, Place, parse_folder
+from holdfast.format.records import Commit, Place
 from holdfast.policy.keep import CheckpointFacts, KeepDecision, KeepPolicy, decide
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import in_quarantine
 from holdfast.run.references import delete_ended_references, needed_folders
-from holdfast.run.removal import abandon, remove_place
-from holdfast.run.uncommitted import RunRecords, Uncommitted
+from holdfast.run.remains import delete_remnant, remnant, remnants
+from holdfast.run.removal import remove_place
+from holdfast.run.uncommitted import RunRecords
 
 
 @dataclass(frozen=True)
@@ -129,17 +130,10 @@ class Retention:
 
     def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
         """Find the folders that unfinished deletions and saves have left."""
-        known, found = RunRecords.of(run), Remains()
-        for folder in run.storage.list(CHECKPOINTS):
-            if parse_folder(folder) is None or known.is_committed(folder):
-                continue
-            there = Uncommitted(run, known, folder)
-            if there.is_kept_for_others:
-                found.kept.append(folder)
-            elif there.is_half_removed:
-                found.half_removed.append(folder)
-            elif there.is_cut_off(survey.epoch, survey.holds):
-                found.cut_off.append(folder)
+        found = Remains()
+        lists = {"half_removed": found.half_removed, "cut_off": found.cut_off, "needed": found.kept}
+        for each in remnants(run, epoch=survey.epoch):
+            lists.get(each.fate, []).append(each.folder)
         return found
 
     def _finish(self, run: Run, survey: RetentionSurvey, done: RetentionOutcome) -> None:
@@ -154,16 +148,17 @@ class Retention:
             return
         known = RunRecords.of(run)
         for folder in tuple(self._left.half_removed):
-            there = Uncommitted(run, known, folder)
-            if there.is_half_removed:
-                is_gone = _is_deleted(run, folder, there.place_to_hide())
+            there = remnant(run, known, folder, epoch=survey.epoch)
+            if there is not None and there.fate == "half_removed":
+                is_gone = delete_remnant(run, there)
                 if is_gone is None:
                     continue
                 (done.finished if is_gone else self._left.kept).append(folder)
             self._left.half_removed.remove(folder)
         for folder in tuple(self._left.cut_off):
+            there = remnant(run, known, folder, epoch=survey.epoch)
             # Somebody may have completed it since: then it stays.
-            if Uncommitted(run, known, folder).is_cut_off(survey.epoch, survey.holds) and _is_deleted(run, folder):
+            if there is not None and there.fate == "cut_off" and delete_remnant(run, there):
                 done.cut_off.append(folder)
             self._left.cut_off.remove(folder)
 
@@ -186,20 +181,6 @@ class Retention:
                 self._verified = {commit.place}
                 return commit.place
         return None
-
-
-def _is_deleted(run: Run, folder: str, place: Place | None = None) -> bool | None:
-    """Delete the files in `folder` that nobody reads any more, after hiding its `place`, if it has one. Returns False
-    where still files stay for other checkpoints, and None where somebody needs all of them."""
-    try:
-        if place is not None:
-            return remove_place(run, place, folder)
-        abandon(run, folder)
-    except ConfigurationError as error:
-        if not is_held(error):
-            raise
-        return None
-    return True
 
 
 def _is_whole(run: Run, commit: Commit) -> bool:
