@@ -71,11 +71,9 @@ def needed_folders(run: Run) -> frozenset[str]:
     return frozenset(each.holder for each, counts in _judged(run) if counts)
 
 
-def delete_ended_references(run: Run) -> None:
-    """Delete the records that do not count any more. A few requests."""
-    for each, counts in _judged(run):
-        if not counts:
-            run.storage.delete(each.key)
+def ended_references(run: Run) -> list[str]:
+    """The keys of the records that do not count any more. A few requests."""
+    return [each.key for each, counts in _judged(run) if not counts]
 
 
 def _judged(run: Run) -> list[tuple[ReferenceName, bool]]:

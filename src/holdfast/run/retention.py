@@ -26,7 +26,7 @@ from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import in_quarantine
-from holdfast.run.references import delete_ended_references, needed_folders
+from holdfast.run.references import ended_references, needed_folders
 from holdfast.run.remains import delete_remnant, remnant, remnants
 from holdfast.run.removal import remove_place
 from holdfast.run.uncommitted import RunRecords
@@ -141,7 +141,8 @@ class Retention:
         searches the whole run: this process knows what it left itself."""
         if self._looked_in != survey.epoch:
             self._left, self._looked_in = self.remains(run, survey), survey.epoch
-            delete_ended_references(run)
+            for key in ended_references(run):
+                run.storage.delete(key)
         if self._left.kept:
             self._let_go_of_kept(needed_folders(run))
         if not (self._left.half_removed or self._left.cut_off):

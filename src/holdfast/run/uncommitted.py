@@ -85,8 +85,7 @@ class Uncommitted:
         names = run.storage.list(f"{CHECKPOINTS}/{folder}")
         self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name)}
         self._names |= set(filter(fmt.is_mark_name, names))
-        seal_key = records.checkpoint_key(folder, SEAL_NAME)
-        self._seal = run.storage.read(seal_key) if SEAL_NAME in self._names else None
+        self._seal = self._read_seal() if SEAL_NAME in self._names else None
         self._given_up = self._seal is not None and is_abandoned(self._seal)
         self._sealed_at = self._sealed_place()
 
@@ -152,7 +151,8 @@ class Uncommitted:
             return Objection("held", " and ".join(held))
         if not missing_files(self._run.storage, stored):
             return Objection("complete", "it has all its data files; holdfast doctor --finish commits it")
-        if stored.manifest.body.created + grace_s > time.time():
+        # A time in the far future is that of a wrong clock, and says nothing.
+        if abs(time.time() - stored.manifest.body.created) < grace_s:
             return Objection("young", "its save began within the time of grace")
         return None
 
@@ -230,6 +230,14 @@ class Uncommitted:
     def _remedy(self) -> Remedy:
         # An unreadable seal does not say at which place a process may still commit the checkpoint: a person must judge.
         return "none" if self._seal is not None and self._sealed_at is None else "remove"
+
+    def _read_seal(self) -> bytes | None:
+        """What has the name of the seal; None where a deletion has taken it since it was listed."""
+        try:
+            return self._run.storage.read(records.checkpoint_key(self.folder, SEAL_NAME))
+        except NotFoundError:
+            self._names.remove(SEAL_NAME)
+            return None
 
     def _sealed_place(self) -> Place | None:
         if self._seal is None or self._given_up:
