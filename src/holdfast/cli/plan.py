@@ -119,7 +119,15 @@ def plan(
     made = _table(checkpoint, mapping)
     matching = dry_run.match(laid_out, made, select=globs[0], cast=globs[1])
     node_of = dry_run.even_nodes(on, num_nodes)
-    moved = dry_run.traffic(checkpoint.files, made, matching.held, laid_out.mesh_shape, node_of)
+    store = checkpoint.catalogue.capabilities(checkpoint.manifest.file_names)
+    moved = dry_run.traffic(
+        checkpoint.files,
+        made,
+        matching.held,
+        laid_out.mesh_shape,
+        node_of,
+        request_nbytes=store.request_nbytes,
+    )
     expected = None if speeds is None else ExpectedSeconds.of(dry_run.seconds(moved.reading, speeds))
     document = _document(checkpoint, laid_out, matching, moved, expected)
     if as_json:
