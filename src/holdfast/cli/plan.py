@@ -223,9 +223,15 @@ def _document(
         read_nbytes=reading.nodes.tolist(),
         read_once_nbytes=int(reading.once.nbytes.sum()),
         files=[PlannedFile(names[n], int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
-        referenced_nbytes=sum(int(per_file.nbytes[n]) for n in read if checkpoint.seal.files[n].is_referenced),
+        referenced_nbytes=sum(int(per_file.nbytes[n]) for n in read if _lies_elsewhere(checkpoint, n)),
         expected=expected,
     )
+
+
+def _lies_elsewhere(checkpoint: Checkpoint, number: int) -> bool:
+    """Whether an earlier checkpoint has the data file. After ``compact``, its own folder does."""
+    file = checkpoint.seal.files[number]
+    return file.is_referenced and checkpoint.catalogue.stored(file.name).key != checkpoint.sealed.key(file.name)
 
 
 def _show(screen: Console, checkpoint: Checkpoint, document: PlanDocument, *, stated: bool) -> None:

@@ -16,7 +16,7 @@ can commit it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
@@ -26,6 +26,7 @@ from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import in_quarantine
+from holdfast.run.reference_names import references_of
 from holdfast.run.references import ended_references, needed_folders
 from holdfast.run.remains import delete_remnant, remnant, remnants
 from holdfast.run.removal import remove_place
@@ -89,8 +90,16 @@ class Retention:
         epoch = run.newest_epoch() or 0
         lineage = list(self._lineage(run))
         holds, shut = Holds.of(run.storage), in_quarantine(run.storage)
+        shared = _SharedFiles(run, lineage)
         facts = [
-            facts_of(commit, holds.reasons(commit.place), is_quarantined=commit.place in shut) for commit in lineage
+            facts_of(
+                commit,
+                holds.reasons(commit.place),
+                is_quarantined=commit.place in shut,
+                refers=commit.checkpoint in shared.referring,
+                kept_nbytes=shared.kept_nbytes.get(commit.checkpoint, 0),
+            )
+            for commit in lineage
         ]
         self._commits = {commit.place: commit for commit in lineage}
         verified = self._newest_verified(run, [commit for commit in lineage if commit.place not in shut])
@@ -193,8 +202,41 @@ def _is_whole(run: Run, commit: Commit) -> bool:
         return False
 
 
-def facts_of(commit: Commit, held: tuple[str, ...] = (), *, is_quarantined: bool = False) -> CheckpointFacts:
-    """The facts about a committed checkpoint, for a policy; `held` are the reasons why it stays."""
+class _SharedFiles:
+    """The files that checkpoints of a lineage have in common, as the records in ``references/`` tell: the folders that
+    are `referring` to others, and for each folder that others refer to, the most bytes that a deletion leaves there."""
+
+    def __init__(self, run: Run, lineage: Iterable[Commit]) -> None:
+        references = references_of(run.storage)
+        sizes = {commit.checkpoint: commit.num_referenced_bytes for commit in lineage}
+        self.referring = frozenset(each.checkpoint for each in references)
+        self.kept_nbytes: dict[str, int] = {}
+        for each in references:
+            most = max(self.kept_nbytes.get(each.holder, 0), sizes.get(each.checkpoint, 0))
+            self.kept_nbytes[each.holder] = most
+
+
+def facts_of(
+    commit: Commit,
+    held: tuple[str, ...] = (),
+    *,
+    is_quarantined: bool = False,
+    refers: bool = True,
+    kept_nbytes: int = 0,
+) -> CheckpointFacts:
+    """The facts about a committed checkpoint, for a policy; `held` are the reasons why it stays. `refers` says whether
+    it still refers to files of earlier ones, if its save did. `kept_nbytes` is as for `CheckpointFacts`."""
     metrics = {name: float(value) for name, value in commit.metrics.items()}
-    nbytes = commit.nbytes - commit.num_referenced_bytes
-    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, held, is_quarantined)
+    save_nbytes = commit.nbytes - commit.num_referenced_bytes
+    nbytes = save_nbytes if refers else commit.nbytes
+    return CheckpointFacts(
+        commit.place,
+        commit.step,
+        commit.created,
+        nbytes,
+        metrics,
+        held,
+        is_quarantined,
+        min(kept_nbytes, nbytes),
+        save_nbytes,
+    )
