@@ -467,7 +467,7 @@ def gc(
 
     Never a checkpoint, nor what the newest job may be saving. It may run while jobs save and read.
     """
-    from holdfast.cli.garbage import collect_garbage
+    from holdfast.cli.collection import collect_garbage
 
     if not collect_garbage(run, grace=grace, dry_run=dry_run, yes=yes, as_json=as_json):
         raise typer.Exit(FAILURE)

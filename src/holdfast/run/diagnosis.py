@@ -19,7 +19,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.hold_records import PINS, is_pins_name
 from holdfast.format.quarantine_records import QUARANTINE, quarantine_key
-from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, REPLACED, SEAL_NAME, Commit, Place
 from holdfast.format.reference_records import REFERENCES, parse_reference_name
 from holdfast.format.resume_records import RESUMES, parse_resume_name
 from holdfast.format.tombstones import parse_removed_name
@@ -193,6 +193,7 @@ _RECORDS: Final[dict[str, Callable[[str], object]]] = {
     QUARANTINE: records.parse_commit_name,
     RESUMES: parse_resume_name,
     REFERENCES: parse_reference_name,
+    REPLACED: records.parse_commit_name,
 }
 
 

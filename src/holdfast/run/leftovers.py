@@ -7,14 +7,14 @@ from typing import Final
 
 from holdfast.format.hold_records import PINS
 from holdfast.format.quarantine_records import QUARANTINE
-from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, REPLACED
 from holdfast.format.reference_records import REFERENCES
 from holdfast.format.resume_records import RESUMES
 from holdfast.run.save_requests import REQUESTS
 from holdfast.store.base import Store
 
 #: The folders of a run.
-FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE, REFERENCES)
+FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE, REFERENCES, REPLACED)
 
 
 def temporary_keys(storage: Store, *, older_than_s: float = 0.0) -> Iterator[tuple[str, list[str]]]:
