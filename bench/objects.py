@@ -74,7 +74,13 @@ class InBucket(Turns):
 
 
 class BucketTurns(InBucket, SaveLoad):
-    """Every contender saves, then every one loads."""
+    """Every contender saves, and then loads that at once: the memory of the server has no room for all of them."""
+
+    measures = (TRANSFER,)
+
+    def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
+        for each in MEASURES:
+            yield from super().take(name, number, each)
 
     def watched(self, name: str) -> Watch:
         """Of the keeper's way the keeper counts, and slots do not."""
@@ -112,7 +118,7 @@ def measure_transfer(options: Options) -> Part:
 
 
 def measure_reshard(options: Options) -> Part:
-    recipe = LlamaLike(options.nbytes(gib=2.0))
+    recipe = LlamaLike(options.nbytes(gib=1.0))  # the server keeps one checkpoint of each contender
     scenario = options.scenario(RESHARD, title="saved by 1 rank, loaded by 2", world=2, rounds=7)
     peers = {name: kind for name, kind in RESHARDING.items() if name != RAW}
     saving = Job(Scenario(name=RESHARD, rounds=WARM_UP), BucketKeep, recipe, peers, impossible())

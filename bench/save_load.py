@@ -35,13 +35,15 @@ class SaveLoad(Turns):
     """Every contender saves, then every one loads."""
 
     measures: tuple[str, ...] = MEASURES
+    #: All rounds load the same saves.
+    keeps = False
 
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)
         self._expected = {name: self.way(name).memory.digests() for name in self.entrants}
 
     def take(self, name: str, number: int, measure: str) -> Iterator[tuple[str, Found]]:
-        way, keeps = self.way(name), SAVE not in self.measures
+        way, keeps = self.way(name), self.keeps
         if measure == LOAD:
             way.memory.clear()
         folder = self.cold(way.place(_KEPT if keeps else number))
@@ -74,7 +76,7 @@ class Keep(Turns):
 class Loads(SaveLoad):
     """Every contender loads what `Keep` has saved; the raw limit reads what the ranks that load have written."""
 
-    measures = (LOAD,)
+    measures, keeps = (LOAD,), True
 
     def __init__(self, job: Job, site: Site) -> None:
         super().__init__(job, site)

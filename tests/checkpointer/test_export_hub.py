@@ -27,6 +27,7 @@ from holdfast.exporting import file_tasks
 from holdfast.exporting.export_series import ExportDraft, ExportSeries
 from holdfast.exporting.file_writes import write_together
 from holdfast.format.records import Place
+from holdfast.io import side_by_side
 from holdfast.mapping import Rename
 from holdfast.observing import Event, EventSource, ExportFailed, ExportFinished
 from tests.store.test_posix_storage import mounted
@@ -266,6 +267,7 @@ def train_and_die(run: str, folder: str) -> None:
         return write_together(*arguments, **options)
 
     vars(file_tasks).update(write_together=killed, _RECORD_NBYTES=0)  # a record for each file
+    vars(side_by_side).update(NUM_SMALL_TASKS=1)
     trained(run, ExportHub(folder, every=2, shard_nbytes=100), total=3)
 
 

@@ -25,6 +25,7 @@ from holdfast.exporting import dcp_folder, file_tasks
 from holdfast.exporting.file_writes import write_together
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.dtypes import DTYPES
+from holdfast.io import side_by_side
 from holdfast.mapping import Fuse, Rename
 from tests.exporting.exported_runs import Tied, bits, divided_run, plain_state
 from tests.support.ranks import run_ranks
@@ -335,6 +336,7 @@ def test_an_export_that_failed_goes_on_after_its_finished_files(
         return write(*arguments, **options)
 
     monkeypatch.setattr(file_tasks, "_RECORD_NBYTES", 0)
+    monkeypatch.setattr(side_by_side, "NUM_SMALL_TASKS", 1)
     monkeypatch.setattr(file_tasks, "write_together", fails)
     with pytest.raises(KeyboardInterrupt):
         holdfast.export(tmp_path / "run", tmp_path / "dcp", "dcp", shard_nbytes=400_000)

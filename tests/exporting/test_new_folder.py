@@ -34,6 +34,7 @@ KILLED = """
 import os, signal, sys
 import holdfast
 from holdfast.exporting import file_tasks
+from holdfast.io import side_by_side
 write, begun = file_tasks.write_together, []
 def killed(files, *arguments):
     begun.append(files)
@@ -41,7 +42,7 @@ def killed(files, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     return write(files, *arguments)
 file_tasks.write_together = killed
-file_tasks._RECORD_NBYTES = 0
+file_tasks._RECORD_NBYTES, side_by_side.NUM_SMALL_TASKS = 0, 1
 holdfast.export(sys.argv[1], sys.argv[2], shard_nbytes=1_000_000)
 """
 INDEX = "model.safetensors.index.json"

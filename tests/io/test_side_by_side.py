@@ -8,31 +8,30 @@ from dataclasses import dataclass
 
 import pytest
 
-from holdfast.io.buffers import NUM_THREADS
-from holdfast.io.side_by_side import write_side_by_side
+from holdfast.io.side_by_side import NUM_SMALL_TASKS, write_side_by_side
 
 
 @dataclass(frozen=True)
-class SmallTask:
+class SizedTask:
     """A task that writes files."""
 
     number: int
-    paths: tuple[str, ...]
+    is_small: bool
 
 
-SMALL = [SmallTask(number, ("a", "b")) for number in range(2 * NUM_THREADS)]
-LARGE = [SmallTask(100 + number, ("a",)) for number in range(3)]
+SMALL = [SizedTask(number, is_small=True) for number in range(2 * NUM_SMALL_TASKS)]
+LARGE = [SizedTask(100 + number, is_small=False) for number in range(3)]
 
 
 def no_progress(nbytes: int) -> None:
     assert nbytes > 0
 
 
-def test_tasks_of_several_files_run_at_the_same_time() -> None:
-    met = threading.Barrier(NUM_THREADS)
+def test_tasks_of_small_files_run_at_the_same_time() -> None:
+    met = threading.Barrier(NUM_SMALL_TASKS)
     done: list[int] = []
 
-    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
+    def write(task: SizedTask, tell: Callable[[int], None]) -> int:
         met.wait(30)  # raises where fewer tasks run at once
         tell(1)
         return task.number
@@ -41,13 +40,13 @@ def test_tasks_of_several_files_run_at_the_same_time() -> None:
     assert sorted(done) == [task.number for task in SMALL]
 
 
-def test_a_task_of_one_file_is_whole_before_the_next_task_begins() -> None:
+def test_a_task_of_a_large_file_is_whole_before_the_next_task_begins() -> None:
     running: set[int] = set()
     done: list[int] = []
     told: list[int] = []
 
-    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
-        if len(task.paths) == 1:
+    def write(task: SizedTask, tell: Callable[[int], None]) -> int:
+        if not task.is_small:
             assert not running
         running.add(task.number)
         tell(task.number)
@@ -66,7 +65,7 @@ def test_the_other_tasks_end_at_their_next_window_after_an_error(error: BaseExce
     failed = threading.Event()
     begun: list[int] = []
 
-    def write(task: SmallTask, tell: Callable[[int], None]) -> int:
+    def write(task: SizedTask, tell: Callable[[int], None]) -> int:
         begun.append(task.number)
         if task.number == 0:
             failed.set()
@@ -79,4 +78,4 @@ def test_the_other_tasks_end_at_their_next_window_after_an_error(error: BaseExce
     with pytest.raises(type(error)) as raised:
         write_side_by_side(SMALL, write, finished=lambda _: None, advance=no_progress)
     assert raised.value is error
-    assert len(begun) <= NUM_THREADS
+    assert len(begun) <= NUM_SMALL_TASKS

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import holdfast
 from holdfast.exporting import file_tasks
 from holdfast.importing import first_checkpoint
+from holdfast.io import side_by_side
 
 #: Bytes of a tensor, of which each file has one.
 NBYTES = 1_200_000
@@ -48,8 +49,12 @@ def imported(source: Path, run: Path, executor: Executor | None = None, **option
 def exported(
     run: Path, folder: Path, to: str, executor: Executor | None = None, **options: Any
 ) -> holdfast.ExportReport:
-    """Export `run` into six files with a task and a record for each."""
-    with patch.object(file_tasks, "_TASK_NBYTES", 0), patch.object(file_tasks, "_RECORD_NBYTES", 0):
+    """Export `run` into six files with a task and a record for each, one after another in each process."""
+    with (
+        patch.object(file_tasks, "_TASK_NBYTES", 0),
+        patch.object(file_tasks, "_RECORD_NBYTES", 0),
+        patch.object(side_by_side, "NUM_SMALL_TASKS", 1),
+    ):
         return holdfast.export(run, folder, to, shard_nbytes=NBYTES, executor=executor, **options)
 
 

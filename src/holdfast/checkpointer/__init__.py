@@ -31,6 +31,7 @@ from holdfast.checkpointer.early_memory import reserve_memory
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.failed_saves import FailedSaves
 from holdfast.checkpointer.first_save import check_loaded
+from holdfast.checkpointer.found_run import FoundRun
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
@@ -67,7 +68,6 @@ from holdfast.saving import RoomMaker, checked_metrics, numbers_of, run_location
 from holdfast.snapshot.guard import Guard, changing
 from holdfast.state.flatten import check_root
 from holdfast.store.base import Location
-from holdfast.store.urls import canonical
 
 T = TypeVar("T")
 
@@ -134,9 +134,7 @@ class Checkpointer:
             timeout_s=timeout_s,
         )
         check_group(group)
-        #: The run. From the first call on without links in its path, by which memory and turns know it (`_find_run`).
-        self._run = run_location(run)
-        self._is_found = False
+        self._found = FoundRun(run_location(run))
         check_root(state)
         self._state = state
         self._select = select
@@ -157,7 +155,7 @@ class Checkpointer:
         self._guard = Guard()
         self._initial = None if initial is None else parse(initial)
         self._is_fork = fork
-        self._observers = Observers(listeners, lambda: self._run, group)
+        self._observers = Observers(listeners, self._found.location, group)
         if memory is None and save is not None and any(part.needs_memory for part in save.parts()):
             raise no_memory(self._run.url)
         self._policy = save
@@ -168,8 +166,8 @@ class Checkpointer:
         self._was_preempted, self._ignores_s = False, 0.0  # the time after the end for which signals do nothing
         self._restored: RestoreReport | None = None
         self._failed = FailedSaves(on_failed_save, self._observers.hear)
-        self._pruning = Pruning(keep, lambda: self._run)
-        self._own_resume = OwnResume(lambda: self._run, max_resumes, takeover)
+        self._pruning = Pruning(keep, self._found.location)
+        self._own_resume = OwnResume(self._found.location, max_resumes, takeover)
         JOB.note_trained()
 
     @outer(CHECKPOINTER_SAVE)
@@ -499,6 +497,10 @@ class Checkpointer:
         self._let_go(patience_s=LEAVING_S)
         self._observers.close(is_early=True)
 
+    @property
+    def _run(self) -> Location:
+        return self._found.location()
+
     def _require_open(self, verb: str) -> None:
         if self._is_closed or sys.is_finalizing():
             raise closed(verb, self._run)
@@ -535,12 +537,9 @@ class Checkpointer:
 
     def _find_run(self) -> None:
         """Resolve the links in the run's path, once. Raises `StorageError` where the file system does not answer."""
-        if self._is_found or self._turn.is_of_parent:
+        if self._turn.is_of_parent or not self._found.find(timeout_s=self._timeout_s):
             return
-        run = canonical(self._run, timeout_s=self._timeout_s)
-        if run != self._run:
-            self._run, self._turn = run, turn_in(run)
-        self._is_found = True
+        self._turn = turn_in(self._run)
         self._observers.open()
         if self._is_first_rank:
             warn_of_copies(self._state)

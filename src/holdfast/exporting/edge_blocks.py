@@ -10,7 +10,7 @@ from threading import Condition
 from typing import Final
 
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.io.buffers import NUM_SMALL_FILES
+from holdfast.io.buffers import NUM_THREADS
 from holdfast.io.jobs import DataFile, ReadJob
 from holdfast.store.base import Bytes, FileReader
 
@@ -29,7 +29,7 @@ class EdgeBlocks:
     """
 
     def __init__(self, num_files: int) -> None:
-        self._max_blocks = min(_BLOCKS_OF_FILE * NUM_SMALL_FILES * num_files, _MAX_BLOCKS)
+        self._max_blocks = min(_BLOCKS_OF_FILE * NUM_THREADS * num_files, _MAX_BLOCKS)
         self._blocks: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         #: The blocks that threads are reading. Other threads wait for these instead of reading them again.
         self._coming: set[tuple[str, int]] = set()

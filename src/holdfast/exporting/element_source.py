@@ -72,8 +72,8 @@ def segments_between(segments: Sequence[Segment], start: int, stop: int) -> Sequ
 class ElementSource:
     """The data of one new file, as the writer's `Source`. `advance` gets the number of bytes of each finished window.
 
-    Every block that is read is verified if the state has digests. Each thread that asks for a window reads it through
-    one buffer of `pool`.
+    Every block that is read is verified if the state has digests. Each call for a window has threads that read it, and
+    takes a buffer of `pool` for each.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ def read_window(
     pool: BufferPool,
 ) -> int:
     """Fill the parts of a window, all at once: for each the segments of a file, the offset in the file's data, and the
-    memory for the bytes from there on. Returns the number of bytes that were read from storage, through one buffer of
-    `pool`."""
+    memory for the bytes from there on. Returns the number of bytes that were read from storage, by several threads with
+    a buffer of `pool` each."""
     window = _WindowReads(state)
     for segments, start, out in parts:
         for segment in segments_between(segments, start, start + len(out)):
@@ -123,7 +123,7 @@ def read_window(
     read: list[int] = []
     if window.wants:
         jobs = (blocks.shared(job, read.append) for _, job in state.jobs(window.wants, window))
-        read_files(jobs, pool=pool, on_corrupt=state.corrupt_block, num_threads=1)
+        read_files(jobs, pool=pool, on_corrupt=state.corrupt_block)
     return sum(read)
 
 

@@ -36,7 +36,7 @@ RECORD_NAME: Final = "holdfast-export.json"
 _RECORD_PREFIX: Final = "holdfast-export-"
 #: Bytes of a new file that are put together at once, by each of the writer's threads. Each window opens the files that
 #: it reads, and plans its reads: in windows half as large, that takes a tenth of the time of an export.
-WINDOW_NBYTES: Final = 48 * BLOCK_NBYTES
+WINDOW_NBYTES: Final = 64 * BLOCK_NBYTES
 #: A task has one file, or small ones one after another of so many bytes: neighbours share stored blocks.
 _TASK_NBYTES: Final = 256 << 20
 #: A record has one file, or small ones one after another of so many bytes: a record takes some milliseconds.
@@ -146,6 +146,15 @@ class FilesTask:
     def paths(self) -> tuple[str, ...]:
         """As `Task.paths`."""
         return tuple(f"{self.folder.url}/{file.name}" for group in self.groups for file in group.files)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether each file fits into one window."""
+        return all(file.aligned_nbytes <= WINDOW_NBYTES for group in self.groups for file in group.files)
+
+    def by_group(self) -> Iterator[FilesTask]:
+        """A task for each group."""
+        return (replace(self, groups=(group,)) for group in self.groups)
 
     def without(self, damaged: Collection[str]) -> Iterator[FilesTask]:
         """The task that writes the groups of the files `damaged`, after these were deleted; none where it has none."""

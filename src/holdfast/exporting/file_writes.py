@@ -6,10 +6,11 @@ whose elements are stored one after another, are put together in one window, and
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from threading import Lock
+from typing import Final, Self
 
 import numpy as np
 import xxhash
@@ -28,6 +29,9 @@ from holdfast.io.reread import stored_digests
 from holdfast.io.sources import Source
 from holdfast.io.writer import write_file
 from holdfast.store.base import Bytes, FileWriter, Store
+
+#: Most files of a window that are open at the same time.
+_MAX_OPEN: Final = 16
 
 
 def in_windows(files: Sequence[NewFile], most_nbytes: int) -> Iterator[Sequence[NewFile]]:
@@ -60,18 +64,54 @@ def write_together(
     """Write and publish files that fit into one window, to the writers that `begin` makes. Blocks until all are
     durable. `advance` gets the number of bytes of each finished file. Returns the digests of the files, and how many
     bytes were read. An error leaves the files that were published before."""
-    with pools.windows.buffer() as window:
-        places = np.cumsum([0, *(file.aligned_nbytes for file in files)]).tolist()
-        memory = [window[start:stop] for start, stop in pairwise(places)]
-        data = [each[len(file.head) : file.nbytes] for file, each in zip(files, memory, strict=True)]
-        parts = [(file.segments, 0, out) for file, out in zip(files, data, strict=True)]
-        num_read = read_window(state, parts, blocks, pools.reads)
-        digests: dict[str, str] = {}
-        for file, held, out in zip(files, memory, data, strict=True):
-            digests[file.name] = _completed(file, held, out)
-            _write_whole(begin(file), held, file.nbytes)
-            advance(file.data_nbytes)
+    digests: dict[str, str] = {}
+    with _Publications(advance) as written:
+        with pools.windows.buffer() as window:
+            places = np.cumsum([0, *(file.aligned_nbytes for file in files)]).tolist()
+            memory = [window[start:stop] for start, stop in pairwise(places)]
+            data = [each[len(file.head) : file.nbytes] for file, each in zip(files, memory, strict=True)]
+            parts = [(file.segments, 0, out) for file, out in zip(files, data, strict=True)]
+            num_read = read_window(state, parts, blocks, pools.reads)
+            for file, held, out in zip(files, memory, data, strict=True):
+                digests[file.name] = _completed(file, held, out)
+                written.add(file, writer := begin(file))
+                writer.write_at(0, held[: file.nbytes + -file.nbytes % writer.alignment])
+        # Now another thread may fill the window, while the device makes these files durable.
+        written.publish_all()
     return digests, num_read
+
+
+class _Publications:
+    """Files that are written, and are published later, each in its turn. `advance` gets the bytes of each. The end of a
+    ``with`` block drops those that are not published."""
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        self._waiting = deque[tuple[NewFile, FileWriter]]()
+
+    def add(self, file: NewFile, writer: FileWriter) -> None:
+        """Publish `file` later. Few files stay open."""
+        if len(self._waiting) == _MAX_OPEN:
+            self._publish_first()
+        self._waiting.append((file, writer))
+
+    def publish_all(self) -> None:
+        """Publish all files that were added. Blocks until they are durable."""
+        while self._waiting:
+            self._publish_first()
+
+    def _publish_first(self) -> None:
+        file, writer = self._waiting[0]
+        writer.publish(file.nbytes)
+        self._waiting.popleft()
+        self._advance(file.data_nbytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _, writer in self._waiting:
+            writer.abort()
 
 
 def _completed(file: NewFile, memory: Bytes, data: Bytes) -> str:
@@ -85,16 +125,6 @@ def _completed(file: NewFile, memory: Bytes, data: Bytes) -> str:
         data[start : start + len(made)] = np.frombuffer(made, np.uint8)
         trailed.append(made)
     return _digest(file, table, trailed)
-
-
-def _write_whole(writer: FileWriter, memory: Bytes, nbytes: int) -> None:
-    """Write and publish the first `nbytes` bytes of `memory`, which ends at a page."""
-    try:
-        writer.write_at(0, memory[: nbytes + -nbytes % writer.alignment])
-        writer.publish(nbytes)
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def write_by_windows(

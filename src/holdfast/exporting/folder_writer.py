@@ -302,7 +302,7 @@ def _run(
         blocks = EdgeBlocks(state.manifest.body.num_files)
         with window_pools(WINDOW_NBYTES) as pools:
             write_side_by_side(
-                tasks,
+                [part for task in tasks for part in task.by_group()],
                 lambda task, tell: task.write(storage, state, blocks, pools, tell),
                 finished=finished,
                 advance=advance,

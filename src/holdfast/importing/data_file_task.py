@@ -183,8 +183,8 @@ def _files(manifest: bytes) -> Files:
 
 
 class _StateSource:
-    """The tensors of a state as the bytes of a data file. Reads what it is asked for, and keeps nothing. Each thread
-    that asks reads through one buffer of `pool`."""
+    """The tensors of a state as the bytes of a data file. Reads what it is asked for, and keeps nothing. Each call has
+    threads that read, and takes a buffer of `pool` for each."""
 
     def __init__(
         self, state: StoredState, layout: FileLayout, pool: BufferPool, advance: Callable[[int], None]
@@ -219,5 +219,5 @@ class _StateSource:
                 arrays.append(held[offset : offset + box.numel].reshape(box.size))
             at = stop
         jobs = (job for _, job in self._state.jobs(wants, ArrayTargets(arrays)))
-        read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, num_threads=1)
+        read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block)
         self._advance(len(out))

@@ -21,9 +21,6 @@ BUFFER_NBYTES = 2 * BLOCK_NBYTES
 IN_ORDER_NBYTES = 64 << 20
 #: Number of threads of a pipeline: while one copies and hashes, the others wait for the device.
 NUM_THREADS = 3
-#: Number of small files that are written at the same time. Each thread waits for the device more often than one of a
-#: pipeline does: for its reads, then for its write, then until the file is durable.
-NUM_SMALL_FILES = 5
 
 
 class BufferPool:
@@ -97,8 +94,8 @@ def writing_pool(writer: FileWriter) -> BufferPool:
 
 
 class WindowPools(NamedTuple):
-    """The memory of a writing that fills windows of a new file from reads of other files: each of its threads takes one
-    buffer of each pool."""
+    """The memory of a writing that fills windows of new files from reads of other files. Each of its threads takes one
+    buffer of `windows`, and one of `reads` for each of the threads that fill its window."""
 
     windows: BufferPool
     reads: BufferPool
@@ -108,8 +105,8 @@ class WindowPools(NamedTuple):
 def window_pools(window_nbytes: int) -> Iterator[WindowPools]:
     """Pools with windows of `window_nbytes`, for the duration of a ``with`` block."""
     with (
-        BufferPool(NUM_SMALL_FILES * window_nbytes, buffer_nbytes=window_nbytes) as windows,
-        BufferPool(NUM_SMALL_FILES * BUFFER_NBYTES) as reads,
+        BufferPool(NUM_THREADS * window_nbytes, buffer_nbytes=window_nbytes) as windows,
+        BufferPool(NUM_THREADS * NUM_THREADS * BUFFER_NBYTES) as reads,
     ):
         yield WindowPools(windows, reads)
 

@@ -26,8 +26,8 @@ def read_files(
     Extents are widened to whole 1 MiB blocks (to 4096 bytes where nothing is verified), merged, and read in requests
     of at most one buffer. Blocks are verified before they are delivered; a block that fails raises the error that
     `on_corrupt` makes. The first error ends everything promptly, with part of the bytes delivered. `jobs` is consumed
-    as reading proceeds, and few files are open at a time. Takes one buffer per thread from `pool`, which calls with one
-    thread may share.
+    as reading proceeds, and few files are open at a time. Takes one buffer per thread from `pool`. Calls may share
+    a pool that has buffers for all of them.
     """
     needed: list[int] = []
 
