@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import holdfast
 from holdfast.copying.run_copy import CopyOutcome, RunCopy
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
-from holdfast.format.records import Place
+from holdfast.format.records import Place, commit_key
 from holdfast.policy.keep import KeepEvery
+from holdfast.run.garbage import LEAST_GRACE_S, collect, plan_collection
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds, create_lease
 from holdfast.run.leases import want_leases
@@ -364,6 +366,33 @@ class TestBesideDeletions:
         assert Place(1, 3) in copy_with(source, dst, during).copied
         assert cut_off == []
         check_all(dst)
+
+    def test_garbage_collections_in_the_copy_wait_for_a_copy_at_work_and_take_what_a_dead_one_left(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        begin(source, opened_from=Place(1, 2))
+        save(source, Place(2, 1), 40)
+        kinds: list[str] = []
+
+        def during(text: str) -> None:
+            plan = plan_collection(opened(dst), grace_s=LEAST_GRACE_S)
+            kinds.extend(each.kind for each in (*plan.garbage, *plan.kept))
+            assert collect(opened(dst), plan).deleted == []
+
+        assert Place(1, 3) in copy_with(source, dst, during).copied
+        assert set(kinds) == {"newest_epoch", "held"}
+        check_all(dst)
+        # A copy that is killed before its seal, and whose lease has ended.
+        commit = opened(dst).commit(Place(1, 3))
+        for name in ("seal.json", "data-00001.safetensors"):
+            (dst / "checkpoints" / commit.checkpoint / name).unlink()
+        opened(dst).storage.delete(commit_key(commit.place))
+        later = time.time() + 2 * LEAST_GRACE_S  # the save of this test is younger than the time of grace
+        with patch("holdfast.run.uncommitted.time.time", lambda: later):
+            plan = plan_collection(opened(dst), grace_s=LEAST_GRACE_S)
+            assert [each.kind for each in collect(opened(dst), plan).deleted] == ["parts"]
+        assert copy_with(source, dst, lambda _: None).removed == [Place(1, 3)]
+        assert steps(dst) == [40, 20, 10]
 
     def test_a_policy_that_looks_between_a_lease_and_a_manifest_of_a_copy_keeps_the_parts(self, source: Run) -> None:
         """A deletion had listed the leases before the copy began, and the manifest after it."""

@@ -97,6 +97,8 @@ def collect(run: Run, plan: CollectionPlan, *, told: Callable[[Garbage], None] =
     done = CollectionOutcome()
     for each in _collected(run, plan, done):
         told(each)
+    if not done.deleted:
+        return done
     # A save that was cut off may have been what needed the still files of a removed checkpoint.
     seen = {(each.path, each.kind) for each in plan.garbage}
     later = plan_collection(run, grace_s=plan.grace_s)
@@ -126,6 +128,8 @@ def _is_garbage(fate: Fate) -> bool:
 
 def _collected(run: Run, plan: CollectionPlan, done: CollectionOutcome) -> Iterator[Garbage]:
     """Delete the garbage of `plan`; gives each thing once it is deleted."""
+    if not plan.garbage:
+        return
     known = RunRecords.of(run)
     for each in plan.garbage:
         stays = ""
