@@ -120,6 +120,7 @@ if how == "saves at the end":
 
 
 @pytest.mark.parametrize("how", ["generator", "close in __del__", "saves at the end"])
+@pytest.mark.few(1)
 def test_a_job_ends_where_the_interpreter_closes_what_nobody_closed(tmp_path: Path, how: str) -> None:
     run = tmp_path / "run"
     done = subprocess.run(

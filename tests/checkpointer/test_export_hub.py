@@ -87,6 +87,7 @@ def exported(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.few(1)
 def test_chosen_saves_and_the_last_one_are_exported_and_the_oldest_go(
     run: str, tmp_path: Path, memory: Memory, *, in_memory: bool
 ) -> None:

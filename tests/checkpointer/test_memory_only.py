@@ -380,6 +380,7 @@ def restore_columns(run: str, nodes: list[Path]) -> tuple[int | None, str | None
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.few(1)
 def test_another_number_of_ranks_restores_it(run: str, tmp_path: Path, num_nodes: int) -> None:
     nodes = [tmp_path / f"node{number}" for number in range(num_nodes)]
     for node in nodes:

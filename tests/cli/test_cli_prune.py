@@ -73,6 +73,7 @@ def test_an_option_that_contradicts_itself_is_refused(run: Path, option: str) ->
 
 
 @pytest.mark.parametrize(("answer", "left"), [("y\n", [5]), ("n\n", [5, 4, 3, 2, 1])])
+@pytest.mark.few(1)
 def test_it_asks_first(run: Path, answer: str, left: list[int]) -> None:
     done = at_terminal("prune", run, "--keep-last", "1", answer=answer)
     assert "Delete 4 checkpoints? This cannot be undone." in done.out

@@ -292,6 +292,7 @@ def test_a_save_while_the_store_is_unreachable_is_held_in_memory_and_drained_in_
         assert set(holdfast.open(f"{run}@step={step}")["w0"].numpy().tolist()) == {float(step)}
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_slot_in_time_is_missed_and_the_next_ones_wait_only_a_moment(
     run: str, far_run: str, proxy: FaultProxy, memory: Memory
 ) -> None:
@@ -317,6 +318,7 @@ def test_a_save_that_finds_no_slot_in_time_is_missed_and_the_next_ones_wait_only
     assert steps_of(run) == [1, 2, 3, 6]
 
 
+@pytest.mark.slow
 def test_training_stops_while_it_waits_for_a_slot_when_nothing_has_become_durable_for_so_long(
     far_run: str, proxy: FaultProxy, memory: Memory
 ) -> None:

@@ -309,6 +309,7 @@ def write_over(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [cut, write_over])
 @pytest.mark.parametrize("is_durable", [True, False])
+@pytest.mark.few(2)
 def test_a_slot_that_somebody_cuts_or_overwrites_costs_what_it_holds_alone(
     spec: Spec, truth: Truth, damage: Callable[[Path], object], is_durable: bool
 ) -> None:

@@ -96,6 +96,7 @@ def settled(pid: int) -> Held:
     return last
 
 
+@pytest.mark.slow
 def test_dozens_of_saves_leave_nothing_behind(spec: Spec) -> None:
     check_saves(spec, FEW_SAVES)
 

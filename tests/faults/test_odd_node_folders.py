@@ -176,6 +176,7 @@ def broken_keepers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "broken"), prepend=os.pathsep)
 
 
+@pytest.mark.slow
 def test_a_keeper_that_always_crashes_is_not_started_for_ever_and_saves_go_to_storage(
     run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -87,6 +87,7 @@ def test_a_checkpointer_whose_store_falls_silent_holds_nobody_up(store: Path, me
     assert holdfast.open(run).step == 4
 
 
+@pytest.mark.slow
 def test_a_checkpointer_closes_in_time_on_a_store_that_fell_silent(store: Path, memory: Memory) -> None:
     start_new_job()
     run = str(store / "run")

@@ -211,6 +211,7 @@ def test_a_rank_that_dies_without_a_word_is_an_error_with_its_status() -> None:
 
 
 @pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.slow
 def test_what_ended_a_rank_is_reported_at_once_though_other_ranks_still_run() -> None:
     with pytest.raises(BenchError, match=r"A rank failed(?s:.*)BenchError: other bytes"):
         list(messages(fail_while_another_waits, world=2))

@@ -489,6 +489,7 @@ def test_an_upload_that_the_server_refuses_for_a_moment_begins_anew(
     assert store.read("file") == content.tobytes()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_is_reported_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(location_of("s3://bucket/run?endpoint=http://127.0.0.1:9"))
     start_s = time.monotonic()
