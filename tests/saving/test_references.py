@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from holdfast.saving import save_to_storage, shares
 from holdfast.state.marks import Versions
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
+from tests.support.faulty_storage import watched_store
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -241,6 +243,29 @@ def test_a_parent_in_quarantine_is_not_referred_to(run: str) -> None:
 
     quarantine(opened(run), Place(1, 1), "somebody found it damaged")
     assert job.save(run, 2).referenced_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "what", ["*/history/*.json", "*/seal.json", "*/references", "*/quarantine", "*/still-00001.safetensors"]
+)
+def test_a_save_is_written_whole_where_the_disk_cannot_read_the_checkpoint_before(
+    run: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    job.save(run, 1)
+    before = folder_of(run, 1)
+
+    def watch(_: int, when: str, name: str, path: str) -> None:
+        is_old = f"/{before.name}/" in path or "/checkpoints/" not in path
+        if when == "before" and name in ("read", "list", "nbytes") and is_old and fnmatch(path, what):
+            raise StorageError(f"cannot {name} {path}: broken.", code="storage.io", action="Repair it.", path=path)
+
+    with watched_store(watch):
+        job.save(run, 2)
+    assert still_in(run, 2) == ["still-00001.safetensors"]
+    assert "written whole" in caplog.text
+    shutil.rmtree(before)
+    assert_equal(loaded(run), job.bits())
 
 
 def test_a_file_that_was_lost_is_written_again(run: str) -> None:
