@@ -75,5 +75,5 @@ def test_the_screens_of_a_guide_are_what_the_commands_print(
 def test_the_guide_shows_every_command() -> None:
     shown = {shlex.split(call.command)[1] for call in calls(GUIDE) if call.command.startswith("holdfast")}
     commands = {"ls", "show", "verify", "diff", "plan", "advise", "rollback", "rm", "doctor", "request-save"}
-    commands |= {"prune", "pin", "unpin", "release", "compact", "export"}
+    commands |= {"prune", "pin", "unpin", "release", "compact", "export", "gc"}
     assert shown == commands

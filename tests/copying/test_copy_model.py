@@ -30,13 +30,14 @@ class PowerCutError(Exception):
 
 
 class DieAt:
-    """The process dies instead of making change number `num_changes`, or right behind it."""
+    """The process dies instead of making change number `num_changes`, or right behind it. Changes of leases do not
+    count: a thread of their own makes them."""
 
     def __init__(self, num_changes: int, *, when: str) -> None:
         self._num_left, self._when = num_changes, when
 
     def __call__(self, number: int, when: str, name: str, path: str) -> None:
-        if when == self._when and name in ("create", "delete", "publish"):
+        if when == self._when and name in ("create", "delete", "publish") and "/pins/" not in path:
             if self._num_left == 0:
                 raise PowerCutError
             self._num_left -= 1

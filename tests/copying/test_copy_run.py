@@ -7,18 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 import holdfast
 from holdfast.copying.run_copy import CopyOutcome, RunCopy
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
-from holdfast.format.records import Place
+from holdfast.format.records import Place, commit_key
+from holdfast.policy.keep import KeepEvery
+from holdfast.run.garbage import LEAST_GRACE_S, collect, plan_collection
 from holdfast.run.history import Run
-from holdfast.run.holds import Holds
+from holdfast.run.holds import Holds, create_lease
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import quarantine
 from holdfast.run.removal import abandon
+from holdfast.run.retention import Retention
 from holdfast.store.base import Location, Store
 from holdfast.store.only_writer import only_writer
 from holdfast.store.urls import open_store
@@ -352,6 +356,64 @@ class TestBesideDeletions:
             copy_with(source, dst, during)
         assert error.value.code == "config.diverged"
         assert opened(dst).head_place() == Place(1, 3)
+
+    def test_a_policy_in_the_copy_does_not_give_up_an_abandoned_checkpoint_that_is_copied_now(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        """It took the parts for those of a cut-off save, and no later call could copy the checkpoint any more."""
+        begin(source, opened_from=Place(1, 2))
+        save(source, Place(2, 1), 40)
+        cut_off: list[str] = []
+
+        def during(text: str) -> None:
+            retention = Retention(KeepEvery(1))
+            cut_off.extend(retention.apply(opened(dst), retention.survey(opened(dst))).cut_off)
+
+        assert Place(1, 3) in copy_with(source, dst, during).copied
+        assert cut_off == []
+        check_all(dst)
+
+    def test_garbage_collections_in_the_copy_wait_for_a_copy_at_work_and_take_what_a_dead_one_left(
+        self, source: Run, src: Path, dst: Path
+    ) -> None:
+        begin(source, opened_from=Place(1, 2))
+        save(source, Place(2, 1), 40)
+        kinds: list[str] = []
+
+        def during(text: str) -> None:
+            plan = plan_collection(opened(dst), grace_s=LEAST_GRACE_S)
+            kinds.extend(each.kind for each in (*plan.garbage, *plan.kept))
+            assert collect(opened(dst), plan).deleted == []
+
+        assert Place(1, 3) in copy_with(source, dst, during).copied
+        assert set(kinds) == {"newest_epoch", "held"}
+        check_all(dst)
+        # A copy that is killed before its seal, and whose lease has ended.
+        commit = opened(dst).commit(Place(1, 3))
+        for name in ("seal.json", "data-00001.safetensors"):
+            (dst / "checkpoints" / commit.checkpoint / name).unlink()
+        opened(dst).storage.delete(commit_key(commit.place))
+        later = time.time() + 2 * LEAST_GRACE_S  # the save of this test is younger than the time of grace
+        with patch("holdfast.run.uncommitted.time.time", lambda: later):
+            plan = plan_collection(opened(dst), grace_s=LEAST_GRACE_S)
+            assert [each.kind for each in collect(opened(dst), plan).deleted] == ["parts"]
+        assert copy_with(source, dst, lambda _: None).removed == [Place(1, 3)]
+        assert steps(dst) == [40, 20, 10]
+
+    def test_a_policy_that_looks_between_a_lease_and_a_manifest_of_a_copy_keeps_the_parts(self, source: Run) -> None:
+        """A deletion had listed the leases before the copy began, and the manifest after it."""
+        begin(source, opened_from=Place(1, 2))
+        storage, begun = source.storage, list[str]()
+
+        def begin_copy(_: int, when: str, name: str, path: str) -> None:
+            if (when, name) == ("after", "list") and path.endswith("/pins") and not begun:
+                create_lease(storage, Place(1, 4), lasting_s=60.0)
+                begun.append(begin_save(source, Place(1, 4), 40))
+
+        watched = Run(FaultyStore(storage, begin_copy), source.marker)
+        retention = Retention(KeepEvery(1))
+        assert retention.apply(watched, retention.survey(watched)).cut_off == []
+        assert begun
 
 
 def _until_leased(run: Run, place: Place) -> None:

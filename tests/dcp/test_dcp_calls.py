@@ -25,6 +25,7 @@ from holdfast.errors import ConfigurationError, IncompatibleError, NotFoundError
 from holdfast.store.urls import location_of
 from tests.dcp.dcp_scripts import contents, load_app, save_app, trained
 from tests.support.bound import bits
+from tests.support.command_line import holdfast_command
 from tests.support.models import start_new_job
 from tests.support.nursery import run_script
 
@@ -131,6 +132,15 @@ def test_a_save_into_the_same_folder_replaces_the_checkpoint_once_the_new_one_is
     dcp.load(state, checkpoint_id=tmp_path / "latest")
     assert state["x"] == 9
     assert len(holdfast.ls(tmp_path / "latest")) == 1
+
+
+def test_the_doctor_knows_the_folder_of_marks_that_saves_leave_and_gc_finds_no_garbage(tmp_path: Path) -> None:
+    """The doctor called it unknown, and its exit code was that of a finding."""
+    for number in range(2):
+        dcp.save({"w": torch.full((3,), number)}, checkpoint_id=tmp_path / "a")
+    assert (tmp_path / "a" / "replaced").is_dir()
+    assert holdfast_command("doctor", tmp_path / "a").status == 0
+    assert holdfast_command("gc", tmp_path / "a", "--dry-run").lines == [f"{tmp_path / 'a'}: no garbage"]
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_that_it_would_replace(tmp_path: Path) -> None:

@@ -4,7 +4,11 @@ loads such folders into Megatron itself."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ import torch
 import holdfast
 from holdfast import exporting
 from holdfast.errors import HoldfastError
+from holdfast.exporting import folder_writer
 from tests.support.bound import bits
+from tests.support.command_line import ENVIRONMENT
 
 FIXTURES = Path(__file__).parents[1] / "interop" / "fixtures" / "megatron"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -79,11 +85,7 @@ def test_an_export_that_was_killed_before_the_tracker_is_finished_by_the_next_ca
 ) -> None:
     """The folder was whole, so the same call refused it, and no tracker was ever written."""
     holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
-
-    def die(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exporting, "write_tracker", die)
+    monkeypatch.setattr(exporting, "write_tracker", _die)
     with pytest.raises(KeyboardInterrupt):
         holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
     monkeypatch.undo()
@@ -91,6 +93,53 @@ def test_an_export_that_was_killed_before_the_tracker_is_finished_by_the_next_ca
     report = holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
     assert set(report.files) <= set(report.kept)
     assert holdfast.open(tmp_path / "new")["model/weight"][...].tolist() == [1.0, 1.0]
+
+
+#: An export that kills itself while it writes the tracker.
+KILLED = """
+import os, signal, sys
+import holdfast
+from holdfast.store import posix
+give_name = posix._give_name
+def killed(temporary, path):
+    if path.endswith("latest_checkpointed_iteration.txt"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return give_name(temporary, path)
+posix._give_name = killed
+holdfast.export(sys.argv[1], sys.argv[2], "megatron")
+"""
+
+
+def test_a_kill_while_the_tracker_was_written_left_a_temporary_file_for_ever(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(tmp_path / "new")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (leftover,) = (path for path in (tmp_path / "new").iterdir() if path.name != "iter_0000003")
+    assert leftover.name.startswith(".tmp-")
+    os.utime(leftover, (0, 0))  # a new one could be that of another call
+    holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000003", TRACKER]
+
+
+@pytest.mark.parametrize("other", ["hf", "dcp"])
+def test_an_export_to_megatron_went_into_the_folder_of_an_export_that_had_not_ended(tmp_path: Path, other: str) -> None:
+    """The other one could then never be finished: it found the folder of the iteration."""
+    holdfast.save(tmp_path / "run", {"model": {"weight": torch.ones(2)}}, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder_writer, "_check_whole", _die)
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.export(tmp_path / "run", tmp_path / "new", other)
+    before = sorted(path.name for path in (tmp_path / "new").iterdir())
+    with pytest.raises(HoldfastError, match="holds a part of another export") as caught:
+        holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
+    assert caught.value.code == "config.destination"
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == before
+    holdfast.export(tmp_path / "run", tmp_path / "new", other)
+
+
+def _die(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_an_older_iteration_does_not_take_the_tracker_from_a_later_one(

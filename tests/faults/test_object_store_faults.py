@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import urllib.request
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError, StorageError
+from tests.store.test_object_store import uploads_under_way
 from tests.support.models import start_new_job
 from tests.support.nursery import Process, start, until
 from tests.support.servers.fault_proxy import FaultProxy
@@ -108,6 +110,30 @@ def test_a_part_that_fails_for_ever_fails_the_save_and_the_head_stays(
     assert steps_of(run) == [1]
     saved(far_run, 3, num_elements=NUM_ELEMENTS)
     assert (head_of(run), steps_of(run)) == (3, [1, 3])
+
+
+def save_large(environment: dict[str, str], run: str) -> None:
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had the tests ignore it
+    holdfast.save(run, state_of(1, NUM_ELEMENTS), 1, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("number", "left"), [(signal.SIGINT, 0), pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow)]
+)
+def test_an_interrupted_save_tells_the_server_to_forget_its_upload_and_a_killed_one_cannot(
+    far_run: str, proxy: FaultProxy, bucket: Bucket, tmp_path: Path, number: int, left: int
+) -> None:
+    gate = threading.Event()
+    with proxy.faults(on("PUT", "*partNumber=2*").once().waits_for(gate)):
+        process = start(save_large, dict(bucket.environment), far_run, err=tmp_path / "err")
+        until(lambda: proxy.count("PUT", "*partNumber=2*") == 1)
+        assert uploads_under_way(bucket) == 1
+        process.send(number)
+        gate.set()
+        assert process.wait() != 0
+    assert uploads_under_way(bucket) == left
+    assert holdfast.ls(far_run) == []
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def test_a_rank_that_reads_alone_takes_large_requests_and_verifies_all_that_they
     assert torch.equal(found["w"], weight)
     # One for the digests, one for the values, and three of at most 16 MiB.
     assert proxy.count("GET", "*.safetensors*") == 5
+    # A plan counted requests of 2 MiB, whatever the store.
+    planned = {
+        on: holdfast_command("plan", run, "--on", str(on), "--nodes", str(nodes), "--json").json["files"]
+        for on, nodes in ((1, 1), (2, 2), (4, 2))
+    }
+    assert [sum(file["num_requests"] for file in files) for files in planned.values()] == [3, 4, 20]
     store = open_store(location_of(run))
     (folder,) = store.list("checkpoints")
     (name,) = (name for name in store.list(f"checkpoints/{folder}") if name.endswith(".safetensors"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import LBFGS, AdamW
+from torch.optim import LBFGS, SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 
 import holdfast
 from holdfast import Box, FlatRange, IncompatibleError, Piecewise
@@ -134,24 +136,49 @@ def test_a_large_tensor_is_cast_block_by_block(tmp_path: Path) -> None:
     assert report.needed_nbytes == saved.nbytes
 
 
-def test_optimizer_state_keeps_the_dtype_that_it_was_stored_in(tmp_path: Path) -> None:
-    def trained(dtype: torch.dtype) -> tuple[nn.Linear, AdamW]:
-        model = nn.Linear(2, 2).to(dtype)
-        optimizer = AdamW(model.parameters())
-        model(torch.ones(1, 2, dtype=dtype)).sum().backward()
-        optimizer.step()
-        return model, optimizer
+def trained(kind: Callable[..., Optimizer], dtype: torch.dtype) -> tuple[nn.Linear, Optimizer]:
+    """A model that has taken one step of an optimizer of a class."""
+    model = nn.Linear(2, 2).to(dtype)
+    optimizer = kind(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
 
-    model, optimizer = trained(torch.float32)
+
+def step(model: nn.Linear, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+    optimizer.step()
+
+
+def test_optimizer_state_keeps_the_dtype_that_it_was_stored_in(tmp_path: Path) -> None:
+    model, optimizer = trained(partial(SGD, momentum=0.9), torch.float32)
     holdfast.save(tmp_path / "run", {"m": model, "o": optimizer}, 1)
-    live, live_optimizer = trained(torch.bfloat16)
-    report = holdfast.load(tmp_path / "run", {"m": live, "o": live_optimizer}, cast="m")
+    live, its_optimizer = trained(partial(SGD, momentum=0.9), torch.bfloat16)
+    report = holdfast.load(tmp_path / "run", {"m": live, "o": its_optimizer}, cast="m")
     assert report.cast == ("m/bias", "m/weight")
-    assert live_optimizer.state[live.weight]["exp_avg"].dtype is torch.float32
-    by_rule = [Cast("m", "bfloat16"), Cast("o/state/**/exp_avg*", "bfloat16")]
-    holdfast.load(tmp_path / "run", {"m": live, "o": live_optimizer}, mapping=by_rule)
-    stored = optimizer.state[model.weight]["exp_avg"]
-    assert torch.equal(live_optimizer.state[live.weight]["exp_avg"], stored.bfloat16())
+    assert its_optimizer.state[live.weight]["momentum_buffer"].dtype is torch.float32
+    step(live, its_optimizer)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW, Adamax, NAdam, RAdam])
+@pytest.mark.parametrize(("saved", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_step_of_adam_failed_after_a_cast_of_its_parameters_alone(
+    tmp_path: Path, kind: Callable[..., Optimizer], saved: torch.dtype, here: torch.dtype
+) -> None:
+    model, optimizer = trained(kind, saved)
+    holdfast.save(tmp_path / "run", {"m": model, "o": optimizer}, 1)
+    live, its_optimizer = trained(kind, here)
+    before = live.weight.detach().clone()
+    with pytest.raises(IncompatibleError, match=r"incompatible\.slot_dtype.*o/state/m/\{bias, weight\}.*its next step"):
+        holdfast.load(tmp_path / "run", {"m": live, "o": its_optimizer}, cast="m")
+    assert torch.equal(live.weight, before)
+    by_rule = [Cast("m", str(here).removeprefix("torch.")), Cast("o/state/**/exp_*", str(here).removeprefix("torch."))]
+    for options in ({"cast": True}, {"cast": ["m", "o"]}, {"mapping": by_rule}):
+        live, its_optimizer = trained(kind, here)
+        holdfast.load(tmp_path / "run", {"m": live, "o": its_optimizer}, **options)
+        stored = optimizer.state[model.weight]["exp_avg"]
+        assert torch.equal(bits(its_optimizer.state[live.weight]["exp_avg"]), bits(stored.to(here)))
+        step(live, its_optimizer)
 
 
 @pytest.mark.parametrize(("saved", "live"), [("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -48,5 +48,20 @@ def test_a_pinned_checkpoint_gives_nothing_back() -> None:
     assert saves_that_fit(30, pinned, KeepLast(2)) is None
 
 
+def test_a_checkpoint_whose_still_files_others_need_gives_back_the_rest_alone() -> None:
+    """The deletion of the first checkpoint counted as complete, so the forecast saw space that stays taken."""
+    newest, first = lineage(2, 1)
+    there = [newest._replace(nbytes=2), first._replace(nbytes=10, kept_nbytes=8)]
+    assert saves_that_fit(1, there, KeepLast(1)) == 0
+    assert saves_that_fit(2, there, KeepLast(1)) is None
+    assert saves_that_fit(2, there, KeepLast(2)) is None
+    assert saves_that_fit(2, [newest._replace(nbytes=2), first._replace(kept_nbytes=9)], KeepLast(2)) == 1
+
+
+def test_the_next_saves_are_as_large_as_the_last_one_was_before_it_was_compacted() -> None:
+    newest, first = lineage(2, 1)
+    assert saves_that_fit(7, [newest._replace(save_nbytes=2), first], None) == 3
+
+
 def test_nothing_is_foretold_of_an_empty_run() -> None:
     assert saves_that_fit(0, [], KeepLast(1)) is None

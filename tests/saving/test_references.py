@@ -39,6 +39,7 @@ from holdfast.saving import save_to_storage, shares
 from holdfast.state.marks import Versions
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
+from tests.support.command_line import holdfast_command
 from tests.support.faulty_storage import watched_store
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -470,6 +471,33 @@ def test_a_checkpoint_that_is_deleted_while_it_is_compacted_leaves_nothing_and_s
         holdfast.compact(f"{run}@step=2")
     assert caught.value.code == "not_found.commit"
     assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_after_compact_a_checkpoint_counts_as_one_that_has_all_its_bytes(run: str) -> None:
+    """`ls`, `prune` and `plan` went on to subtract what the save had left to earlier checkpoints."""
+    job = Job()
+    for step in (1, 2, 3):
+        job.save(run, step)
+    holdfast.compact(f"{run}@step=2")
+    rows = {row.step: row for row in holdfast.ls(run)}
+    assert [rows[step].referenced_nbytes > 0 for step in (1, 2, 3)] == [False, False, True]
+    own = {step: sum(file.stat().st_size for file in folder_of(run, step).glob("*.safetensors")) for step in rows}
+    assert {step: row.nbytes - row.referenced_nbytes for step, row in rows.items()} == own
+    planned = {
+        step: holdfast_command("plan", f"{run}@step={step}", "--on", "2", "--json").json["referenced_nbytes"] > 0
+        for step in (2, 3)
+    }
+    assert planned == {2: False, 3: True}
+    done = holdfast_command("prune", run, "--keep-last", "1", "--dry-run", "--json").json
+    assert {row["step"]: row["nbytes"] for row in [*done["deleted"], *done["kept"]]} == own
+    before = disk_usage(run)
+    pruned = holdfast_command("prune", run, "--keep-last", "1", "--yes", "--json").json
+    assert pruned["deleted_nbytes"] == done["deleted_nbytes"] == before - disk_usage(run)
+    assert torch.equal(loaded(run)["base.weight"], job.model.base.weight)
+
+
+def disk_usage(run: str) -> int:
+    return sum(file.stat().st_size for file in Path(run).rglob("*.safetensors"))
 
 
 def test_a_damaged_file_is_not_copied(run: str) -> None:

@@ -185,6 +185,7 @@ def test_a_writer_that_was_killed_leaves_a_file_that_is_listed_and_deleted(
     server.end_sessions()
     assert store.list("folder") == []
     (name,) = store.leftovers("folder")
+    assert store.nbytes(f"folder/{name}") == 1 << 20
     assert store.leftovers("folder", older_than_s=600) == []
     assert store.delete(f"folder/{name}")
     assert store.leftovers("folder") == []

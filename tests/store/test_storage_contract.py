@@ -182,6 +182,7 @@ def test_leftovers_are_those_of_a_folder_that_nobody_has_written_to_for_so_long(
     young, old = storage.writer("folder/a", nbytes=1), storage.writer("folder/b", nbytes=1)
     names = sorted(name for name in os.listdir(storage.path("folder")) if name != "object")
     assert storage.leftovers("folder") == names
+    assert [storage.nbytes(f"folder/{name}") is not None for name in (*names, ".tmp-other")] == [True, True, False]
     assert storage.leftovers("folder", older_than_s=60) == []
     then = time.time() - 90
     os.utime(old._temporary, (then, then))

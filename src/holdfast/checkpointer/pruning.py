@@ -292,7 +292,7 @@ class Pruning:
         self.num_freed += len(done.finished) + len(done.cut_off)
         self._tell(run, survey, done)
         if free is not None and not (done.finished or done.cut_off):  # whose sizes nobody knows
-            free += sum(facts.nbytes for facts in done.deleted)
+            free += sum(facts.freed_nbytes for facts in done.deleted)
             self._forecast.look(free, [each.facts for each in survey.decision.kept], is_saving=is_saving)
         # Without an epoch, this job does not hear of the commits of the one before it, which its first save may await.
         may_change = not is_own or survey.holds.leases or done.held

@@ -45,7 +45,7 @@ class SpaceForecast:
         stay, newest first. With `is_saving`, a save may have taken its space before `free` was asked for."""
         if free is None or not lineage:
             return
-        free += lineage[0].nbytes if is_saving else 0
+        free += lineage[0].coming_nbytes if is_saving else 0
         number = saves_that_fit(free, lineage, self._policy)
         if number is None:
             return
@@ -62,6 +62,6 @@ class SpaceForecast:
             without = f"{HORIZON} or more" if bare is None else f"{bare:,}"
             kept = f"This counts the deletions of keep={self._policy!r}; without them it would be {without}."
         return (
-            f"the disk of '{url}' {after}: a checkpoint takes {lineage[0].nbytes:,} bytes, and {free:,} bytes are "
-            f"free. {kept} {by_hand(url)}"
+            f"the disk of '{url}' {after}: a checkpoint takes {lineage[0].coming_nbytes:,} bytes, and {free:,} bytes "
+            f"are free. {kept} {by_hand(url)}"
         )

@@ -448,6 +448,32 @@ def prune(
 
 
 @app.command()
+def gc(
+    run: RunArgument,
+    *,
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace", metavar="TIME", help="Keep temporary files, and parts of saves, that are younger; at least 1min."
+        ),
+    ] = "15min",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Delete nothing; only say what would go, its bytes, and why.")
+    ] = False,
+    yes: YesOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete what no checkpoint needs: parts of killed saves, rests of deletions, temporary files. Asks first.
+
+    Never a checkpoint, nor what the newest job may be saving. It may run while jobs save and read.
+    """
+    from holdfast.cli.collection import collect_garbage
+
+    if not collect_garbage(run, grace=grace, dry_run=dry_run, yes=yes, as_json=as_json):
+        raise typer.Exit(FAILURE)
+
+
+@app.command()
 def pin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
     """Keep checkpoints from being deleted, until somebody unpins them. A run stands for its head."""
     from holdfast.cli.pin import pin

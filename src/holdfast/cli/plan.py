@@ -119,7 +119,15 @@ def plan(
     made = _table(checkpoint, mapping)
     matching = dry_run.match(laid_out, made, select=globs[0], cast=globs[1])
     node_of = dry_run.even_nodes(on, num_nodes)
-    moved = dry_run.traffic(checkpoint.files, made, matching.held, laid_out.mesh_shape, node_of)
+    store = checkpoint.catalogue.capabilities(checkpoint.manifest.file_names)
+    moved = dry_run.traffic(
+        checkpoint.files,
+        made,
+        matching.held,
+        laid_out.mesh_shape,
+        node_of,
+        request_nbytes=store.request_nbytes,
+    )
     expected = None if speeds is None else ExpectedSeconds.of(dry_run.seconds(moved.reading, speeds))
     document = _document(checkpoint, laid_out, matching, moved, expected)
     if as_json:
@@ -215,9 +223,15 @@ def _document(
         read_nbytes=reading.nodes.tolist(),
         read_once_nbytes=int(reading.once.nbytes.sum()),
         files=[PlannedFile(names[n], int(per_file.nbytes[n]), int(per_file.num_requests[n])) for n in read],
-        referenced_nbytes=sum(int(per_file.nbytes[n]) for n in read if checkpoint.seal.files[n].is_referenced),
+        referenced_nbytes=sum(int(per_file.nbytes[n]) for n in read if _lies_elsewhere(checkpoint, n)),
         expected=expected,
     )
+
+
+def _lies_elsewhere(checkpoint: Checkpoint, number: int) -> bool:
+    """Whether an earlier checkpoint has the data file. After ``compact``, its own folder does."""
+    file = checkpoint.seal.files[number]
+    return file.is_referenced and checkpoint.catalogue.stored(file.name).key != checkpoint.sealed.key(file.name)
 
 
 def _show(screen: Console, checkpoint: Checkpoint, document: PlanDocument, *, stated: bool) -> None:

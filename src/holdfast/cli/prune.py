@@ -48,8 +48,8 @@ class PruneDocument(msgspec.Struct, frozen=True):
     """The document that ``--json`` prints: what went (or would go, in a dry run) and what stays, newest first.
 
     `finished` are the folders of older deletions that were interrupted and are finished now, or would be; `cut_off`
-    those of saves that killed jobs have left in parts, which go too. `abandoned` is the number of checkpoints off the
-    lineage, which no policy deletes.
+    those of saves that killed jobs have left in parts, which go too. ``deleted_nbytes`` leaves out still files that
+    stay for other checkpoints. `abandoned` is the number of checkpoints off the lineage, which no policy deletes.
     """
 
     run: str
@@ -155,7 +155,7 @@ def _show(run: Run, survey: RetentionSurvey, left: Remains, *, is_sure: bool) ->
     decision, screen, now = survey.decision, console(), time.time()
     name = printable(run.storage.location.url)
     goes = {facts.place for facts in decision.deleted}
-    freed = size(sum(facts.nbytes for facts in decision.deleted))
+    freed = size(sum(facts.freed_nbytes for facts in decision.deleted))
     verb = "deletes" if is_sure else "would delete"
     say(screen, f"{name}: {verb} {count(len(goes), 'checkpoint')}, {freed}; keeps {len(decision.kept)}")
     rows = [(kept.facts, "keep", "; ".join(kept.reasons)) for kept in decision.kept]
@@ -186,7 +186,7 @@ def _conclude(run: Run, done: RetentionOutcome) -> None:
     screen = console()
     for facts, error in done.held:
         say(screen, f"step {facts.step} at {facts.place} stays: {printable(error.message)}")
-    freed = size(sum(facts.nbytes for facts in done.deleted))
+    freed = size(sum(facts.freed_nbytes for facts in done.deleted))
     say(screen, f"deleted {count(len(done.deleted), 'checkpoint')}, {freed}; the head is {RunHead.of(run)}")
     if done.is_overtaken:
         say(screen, "Another job, or a rollback, opened a new epoch meanwhile: run the command again.")
@@ -206,7 +206,7 @@ def _document(
         head=RunHead.of(run),
         deleted=[_row(facts, ()) for facts in sorted(deleted, key=lambda facts: facts.place, reverse=True)],
         kept=[rows[place] for place in sorted(rows, reverse=True)],
-        deleted_nbytes=sum(facts.nbytes for facts in deleted),
+        deleted_nbytes=sum(facts.freed_nbytes for facts in deleted),
         finished=left.half_removed,
         cut_off=left.cut_off,
         abandoned=survey.num_abandoned,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from holdfast.copying.checkpoint_copy import CheckpointCopy, SourceCheckpoint, copy_pool
 from holdfast.copying.copy_order import EpochStep, copy_order
@@ -20,11 +20,14 @@ from holdfast.format.tombstones import Abandoned
 from holdfast.io.buffers import BufferPool
 from holdfast.run.complete import is_abandoned, missing_files
 from holdfast.run.history import Run
-from holdfast.run.leases import lease_on
+from holdfast.run.leases import ReadLease, lease_on
 from holdfast.store.base import Store
 from holdfast.store.only_writer import only_writer
 
 _log = logging.getLogger(__name__)
+
+#: Longest wait for the lease of a checkpoint in the target.
+_PATIENCE_S: Final = 60.0
 
 #: Shows the progress of one checkpoint's copy: gets a text and the bytes in all, and gives a function to advance it by.
 Shown: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -101,6 +104,7 @@ class RunCopy:
         try:
             with ExitStack() as stack:
                 self._lease(place, stack)
+                stack.enter_context(self._kept_parts(place))
                 is_there = self._copy(self._source.commit(place), pool, title, is_pinned=is_pinned and is_new)
         except (CorruptError, NotFoundError, StorageError) as error:
             if self._source.is_removed(place):
@@ -194,6 +198,22 @@ class RunCopy:
         lease = lease_on(self._source.storage, place)
         if lease is not None:
             stack.callback(lease.end)
+
+    @contextmanager
+    def _kept_parts(self, place: Place) -> Iterator[None]:
+        """Keep the target's parts of the checkpoint at `place` from deletions, which take them for those of a save that
+        was cut off when there is a newer epoch. The lease exists before the manifest: who sees one finds the other."""
+        storage = self._target.storage
+        is_newest = place.epoch == max(self._target.epochs, default=place.epoch)
+        if is_newest or place in self._target.places:
+            yield
+            return
+        lease = ReadLease(storage, place, after_s=0.0)
+        lease.await_record(_PATIENCE_S)
+        try:
+            yield
+        finally:
+            lease.end()
 
     @property
     def _source_url(self) -> str:

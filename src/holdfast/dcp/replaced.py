@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import DecodeError
 
 from holdfast.decoding import decode_json
 from holdfast.errors import HoldfastError, NotFoundError
-from holdfast.format.records import MARKER_KEY, Place, commit_name, parse_commit_name
+from holdfast.format.records import MARKER_KEY, REPLACED, Place, commit_name, parse_commit_name
 from holdfast.run.history import Run
 from holdfast.run.leases import await_ended_reads
 from holdfast.run.removal import remove_checkpoint
@@ -25,9 +25,6 @@ from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
 
 _log = logging.getLogger(__name__)
-
-#: The folder of a run in which the name of an object marks the commit of the same name.
-_MARKS: Final = "replaced"
 
 
 class _Mark(msgspec.Struct, frozen=True):
@@ -56,7 +53,7 @@ def mark_replaced(location: Location, timeout_s: float) -> Replaced | None:
             return None
         run = Run.open(storage)
         places = run.places()
-        marked = _replaced(run, places) if _MARKS in names else []
+        marked = _replaced(run, places) if REPLACED in names else []
         current = [place for place in places if place not in marked]
         if len(current) > 1 or not (current or marked):
             return None
@@ -100,7 +97,7 @@ def _tell(replaced: Replaced, error: HoldfastError) -> None:
 def _replaced(run: Run, places: Sequence[Place]) -> list[Place]:
     """The marked checkpoints that were replaced: the job that marked them has committed one that is not marked. Other
     marks are of saves that were killed before their commit, and say nothing."""
-    by = {place: _by(run.storage, place) for place in map(parse_commit_name, run.storage.list(_MARKS)) if place}
+    by = {place: _by(run.storage, place) for place in map(parse_commit_name, run.storage.list(REPLACED)) if place}
     jobs = {run.epoch(place.epoch).incarnation for place in places if place not in by}
     return [place for place, job in by.items() if job in jobs]
 
@@ -113,4 +110,4 @@ def _by(storage: Store, place: Place) -> str:
 
 
 def _key(place: Place) -> str:
-    return f"{_MARKS}/{commit_name(place)}"
+    return f"{REPLACED}/{commit_name(place)}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
 
-from holdfast.exporting.folder_writer import write_folder
+from holdfast.exporting.folder_writer import check_no_export, write_folder
 from holdfast.exporting.planned_export import SHARD_NBYTES, PlannedExport, export_settings, planned
 from holdfast.interop.megatron_iterations import check_tracker, iteration_name, write_tracker
 from holdfast.mapping import Rule
@@ -136,6 +136,7 @@ def write_export(
     if name:
         above = open_store(place)
         check_tracker(above)
+        check_no_export(above)
         finish = partial(write_tracker, above, name)
     with counted(f"exporting to {storage.location}", nbytes, shown=shown) as advance:
         written = write_folder(

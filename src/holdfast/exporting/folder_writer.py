@@ -105,6 +105,19 @@ def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> Exp
     return ExportedFiles(digests, tuple(records), bool(records) and RECORD_NAME not in records)
 
 
+def check_no_export(above: Store) -> None:
+    """Raise `ConfigurationError`, code ``config.destination``, where the place `above` a new folder is itself the
+    folder of an export that has not ended: that one would end in an error, because it finds the new folder."""
+    if any(name == RECORD_NAME or is_files_record(name) for name in above.list("")):
+        where = above.location.url
+        raise ConfigurationError(
+            f"{where} holds a part of another export.",
+            code="config.destination",
+            action="Repeat that export as it was begun, or name another folder, or remove this one.",
+            path=where,
+        )
+
+
 def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
     """The names in the root of `storage` and in the folders that `folder` has there, but not these themselves."""
     folders = folder.folders

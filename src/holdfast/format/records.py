@@ -41,6 +41,8 @@ MARKER_KEY: Final = "holdfast.json"
 EPOCHS: Final = "epochs"
 HISTORY: Final = "history"
 CHECKPOINTS: Final = "checkpoints"
+#: The folder in which the name of an object marks the commit of the same name: a save is about to replace it.
+REPLACED: Final = "replaced"
 SEAL_NAME: Final = "seal.json"
 
 _COUNTDOWN: Final = 9_999_999_999

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import reduce
 from itertools import compress, repeat
 from operator import itemgetter
@@ -62,7 +62,7 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     own = own_flags(optimizer) if is_other_class(path, optimizer, saved, source) else frozenset[str]()
     needed = NeededSlots(optimizer)
     groups: list[Finish] = []
-    states: list[tuple[torch.Tensor, dict[object, _Slot], bool]] = []
+    states: list[_BoundState] = []
     served: dict[int, int] = {}
     ordered: list[NamedTensor] = []
     for index, group in enumerate(optimizer.param_groups):
@@ -82,10 +82,9 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
         groups.append(bind_hyper(origin_path, group, own, source))
         on_device = any(flag(join(origin_path, key), group.get(key), source) for key in ("capturable", "fused"))
         fitting = _fitting(path, optimizer, found, saved, source)
-        _check_needed(path, fitting, options_after(origin_path, group, own, source), needed, saved, source)
-        states += _bind_states(path, optimizer, fitting, saved, on_device, source)
-        for entry in fitting:
-            _require_equal_copies(path, entry.name, saved, source)
+        _check_needed(path, fitting, options := options_after(origin_path, group, own, source), needed, saved, source)
+        states += (bound := list(_bind_states(path, optimizer, fitting, saved, on_device, source)))
+        _check_dtypes(path, fitting, bound, options, needed, source)
     check_rates(path, served, source)
     check_order(path, optimizer, ordered, saved, source)
     if source.is_strict:
@@ -110,6 +109,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
 
 #: A bound slot: the tensor that the load fills, or a function that returns the slot after the load.
 _Slot: TypeAlias = torch.Tensor | Finish
+#: A parameter, its bound slots, and whether its steps are counted on its device.
+_BoundState: TypeAlias = tuple[torch.Tensor, dict[object, _Slot], bool]
 
 
 def _match(
@@ -201,8 +202,7 @@ def _check_needed(
     saved: SavedOptimizer,
     source: BindingSource,
 ) -> None:
-    """Refuse parameters that have some of the slots that the next step needs, and lack others, or get one in another
-    dtype than the step takes: it would fail."""
+    """Refuse parameters that have some of the slots that the next step needs, and lack others: it would fail."""
     held = [(entry.tensor, saved.slots[entry.name]) for entry in parameters]
     for entry, lacking in zip(parameters, needed.lacking(options, held), strict=True):
         state, slots = join(path, "state", entry.name), saved.slots[entry.name]
@@ -214,23 +214,34 @@ def _check_needed(
         elif slots and (lost := {*dropped} - slots):
             text = f"a rule drops its slots {_listed(lost)} beside {has}, and its class has steps of its own"
             source.refuse("incompatible.needed_slots", state, text)
-        elif source.recast and (why := needed.refused(options, entry.tensor, _recast(state, slots, entry, source))):
-            text = f"its next step fails, because a rule casts it, or some of its slots {has}: {why}"
+
+
+def _check_dtypes(
+    path: str,
+    parameters: Sequence[NamedTensor],
+    bound: Iterable[_BoundState],
+    options: Mapping[str, object],
+    needed: NeededSlots,
+    source: BindingSource,
+) -> None:
+    """Refuse casts that leave the bound slots of a parameter in another dtype than the next step takes: it would fail.
+    Slots that had a dtype of their own in the save keep it."""
+    slots_of = {parameter: slots for parameter, slots, _ in bound}
+    for entry in parameters:
+        stored, state = source.stored(entry.name), join(path, "state", entry.name)
+        if not source.recast and (stored is None or getattr(torch, stored.dtype, None) is entry.tensor.dtype):
+            continue
+        others = {
+            component(key): slot.dtype
+            for key, slot in slots_of.get(entry.tensor, {}).items()
+            if isinstance(slot, torch.Tensor) and slot.dim() and slot.dtype is not entry.tensor.dtype
+        }
+        follow = [name for name in (join(state, slot) for slot in others) if _cast(name, entry, source, None)]
+        if not follow and source.recast.isdisjoint([entry.name, *(join(state, slot) for slot in others)]):
+            continue
+        if why := needed.refused(options, entry.tensor, others):
+            text = f"its next step fails, because a cast leaves its slots {_listed(others)} in another dtype: {why}"
             source.refuse("incompatible.slot_dtype", state, text)
-
-
-def _recast(
-    state: str, slots: Collection[str], parameter: NamedTensor, source: BindingSource
-) -> dict[str, torch.dtype]:
-    """The dtypes of the slots of a parameter that are other ones than it has here, where a rule casts it or them."""
-    found = {}
-    for slot in slots:
-        name = join(state, slot)
-        kept = source.stored(name) if source.recast & {name, parameter.name} else None
-        dtype = None if kept is None or not kept.shape else getattr(torch, kept.dtype, None)
-        if dtype not in (None, parameter.tensor.dtype) and _cast(name, parameter, source, None) is None:
-            found[slot] = dtype
-    return found
 
 
 def _listed(slots: Iterable[str]) -> str:
@@ -254,13 +265,15 @@ def _bind_states(
     saved: SavedOptimizer,
     on_device: bool,
     source: BindingSource,
-) -> Iterator[tuple[torch.Tensor, dict[object, _Slot], bool]]:
+) -> Iterator[_BoundState]:
     """Bind the stored state of the `parameters` of one group."""
     plain = [entry for entry in parameters if source.held(entry.tensor) is None]
     slots = _bind_slots(path, optimizer, plain, saved, on_device, source)
     yield from zip((entry.tensor for entry in plain), slots, repeat(on_device), strict=False)
     for owner, bound in bind_flat_slots(path, optimizer, parameters, saved.slots, on_device, source):
         yield owner, bound, on_device
+    for entry in parameters:
+        _require_equal_copies(path, entry.name, saved, source)
 
 
 def _bind_slots(
@@ -403,7 +416,7 @@ def _bind_slot(
     return tensor
 
 
-def _set_states(optimizer: Optimizer, states: Iterable[tuple[torch.Tensor, dict[object, _Slot], bool]]) -> None:
+def _set_states(optimizer: Optimizer, states: Iterable[_BoundState]) -> None:
     """Replace the state of parameters by bound slots; their steps may be counted on the parameter's device."""
     for parameter, slots, on_device in states:
         filled = {key: slot if isinstance(slot, torch.Tensor) else slot() for key, slot in slots.items()}

@@ -34,6 +34,8 @@ _DATA_SUFFIX: Final = ".distcp"
 _MAX_CONFIG_NBYTES: Final = 64 << 10
 _SHOWN: Final = 5
 _MAX_TRACKER_NBYTES: Final = 64
+#: A temporary file whose writer is not known to be dead is left alone for so long.
+_LEFTOVER_S: Final = 60.0
 _CONVERT: Final = "Load it with the Megatron that wrote it, and save it with --ckpt-format torch_dist."
 
 
@@ -75,6 +77,8 @@ def write_tracker(above: Store, name: str) -> None:
         )
         return
     above.delete(TRACKER)
+    for leftover in above.leftovers("", older_than_s=_LEFTOVER_S):  # of a call that was killed here
+        above.delete(leftover)
     above.create(TRACKER, (RELEASE if iteration is None else str(iteration)).encode())
 
 

@@ -17,7 +17,7 @@ from holdfast.geometry import Int64s
 from holdfast.plan.exchange import Bools
 from holdfast.plan.requirements import WantedKind
 
-#: Largest size of one read request.
+#: Largest size of one read request, where ranks read for each other.
 REQUEST_NBYTES = 2 << 20
 #: Most offsets of pieces and blocks that are in memory at once.
 _AT_ONCE = 1 << 22
@@ -65,8 +65,9 @@ class _Touched(NamedTuple):
     blocks: Bools
 
 
-def count_blocks(files: Files, wants: Sequence[WantedKind], members: Bools) -> NodeReading:
-    """Count the reads for `wants`; ``members[s]`` says which nodes are in set number ``s``."""
+def count_blocks(files: Files, wants: Sequence[WantedKind], members: Bools, *, apart_nbytes: int = 0) -> NodeReading:
+    """Count the reads for `wants`; ``members[s]`` says which nodes are in set number ``s``. Nodes that read by
+    themselves use requests of up to `apart_nbytes`, where that is more than `REQUEST_NBYTES`."""
     num_files = files.manifest.body.num_files
     reading = NodeReading(
         np.zeros(members.shape[1], np.int64),
@@ -79,11 +80,14 @@ def count_blocks(files: Files, wants: Sequence[WantedKind], members: Bools) -> N
         if classes is None:
             classes = known[touched.sets] = _classes(members[list(touched.sets)])
         unions = np.stack([touched.blocks[row].any(axis=0) for row in classes.rows])
-        nbytes, requests = _sizes(unions, touched.nbytes)
+        nbytes = _sizes(unions, touched.nbytes)
         reading.nodes[classes.nodes] += nbytes[classes.of]
-        for per_file, weights in ((reading.apart, classes.counts), (reading.once, classes.counts == 0)):
+        for per_file, weights, request_nbytes in (
+            (reading.apart, classes.counts, max(apart_nbytes, REQUEST_NBYTES)),
+            (reading.once, classes.counts == 0, REQUEST_NBYTES),
+        ):
             per_file.nbytes[touched.file] = nbytes @ weights
-            per_file.num_requests[touched.file] = requests @ weights
+            per_file.num_requests[touched.file] = _requests(unions, request_nbytes) @ weights
     return reading
 
 
@@ -96,17 +100,22 @@ def _classes(members: Bools) -> _Classes:
     return _Classes(nodes, of, np.bincount(of, minlength=len(numbers) + 1), np.concatenate([rows, everything]))
 
 
-def _sizes(blocks: Bools, data_nbytes: int) -> tuple[Int64s, Int64s]:
-    """The bytes and the requests that read the blocks of each row; the last block of a file may be short."""
+def _sizes(blocks: Bools, data_nbytes: int) -> Int64s:
+    """The bytes of the blocks of each row; the last block of a file may be short."""
+    beyond = (blocks.shape[1] - 1) * BLOCK_NBYTES - data_nbytes
+    nbytes: Int64s = blocks.sum(axis=1) * BLOCK_NBYTES - blocks[:, -2] * beyond
+    return nbytes
+
+
+def _requests(blocks: Bools, request_nbytes: int) -> Int64s:
+    """The requests of up to `request_nbytes` that read the blocks of each row."""
     width = blocks.shape[1]
-    beyond = (width - 1) * BLOCK_NBYTES - data_nbytes
-    nbytes = blocks.sum(axis=1) * BLOCK_NBYTES - blocks[:, -2] * beyond
     # No run continues in the next row, because the last column is empty.
     edges = np.flatnonzero(np.diff(blocks.reshape(-1), prepend=False))
     begins, lengths = edges[::2], edges[1::2] - edges[::2]
     requests = np.zeros(len(blocks), np.int64)
-    np.add.at(requests, begins // width, -(-lengths * BLOCK_NBYTES // REQUEST_NBYTES))
-    return nbytes, requests
+    np.add.at(requests, begins // width, -(-lengths * BLOCK_NBYTES // request_nbytes))
+    return requests
 
 
 def _touched(files: Files, wants: Sequence[WantedKind], num_sets: int) -> Iterator[_Touched]:

@@ -100,16 +100,28 @@ def match(layout: Layout, table: CheckpointTable, *, select: Globs | None, cast:
 
 
 def traffic(
-    files: Files, table: CheckpointTable, held: Mapping[str, HeldTensor], mesh_shape: Shape, node_of: Int64s
+    files: Files,
+    table: CheckpointTable,
+    held: Mapping[str, HeldTensor],
+    mesh_shape: Shape,
+    node_of: Int64s,
+    *,
+    request_nbytes: int = 0,
 ) -> Traffic:
-    """The traffic of a load of tensors `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``."""
+    """The traffic of a load of tensors `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``.
+
+    A rank that is alone on its node reads by requests of up to `request_nbytes`, where that is more than others use.
+    """
     requirements = ReadRequirements(files, mesh_shape, node_of)
     for name, how in held.items():
         stored, parts = table.stored[name], table.parts.get(name)
         for part in as_stored(name, stored).parts if parts is None else parts:
             if part.source is not None:
                 requirements.add(how, stored.shape, part, part.source)
-    return Traffic(requirements.needed(), count_blocks(files, requirements.wants(), requirements.members()))
+    are_alone = len(np.unique(node_of)) == len(node_of)
+    apart_nbytes = request_nbytes if are_alone else 0
+    reading = count_blocks(files, requirements.wants(), requirements.members(), apart_nbytes=apart_nbytes)
+    return Traffic(requirements.needed(), reading)
 
 
 def seconds(reading: NodeReading, bandwidths: Bandwidths) -> Seconds:

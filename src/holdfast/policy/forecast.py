@@ -16,8 +16,9 @@ HORIZON: Final = 50
 def saves_that_fit(free_nbytes: int, lineage: Sequence[CheckpointFacts], policy: KeepPolicy | None) -> int | None:
     """The number of further saves for which `free_nbytes` suffice, or None where that is `HORIZON` or more.
 
-    `lineage` are the checkpoints that are there, newest first. The next ones are as large as the newest of them, and
-    follow each other as they did. After each one, what `policy` does not keep is deleted; None deletes nothing.
+    `lineage` are the checkpoints that are there, newest first. The next ones are as large as what the save of the
+    newest one wrote, and follow each other as they did. After each one, what `policy` does not keep is deleted, except
+    for still files to which others refer; None deletes nothing.
     """
     if not lineage:
         return None
@@ -31,7 +32,7 @@ def saves_that_fit(free_nbytes: int, lineage: Sequence[CheckpointFacts], policy:
         there.insert(0, coming)
         if policy is not None:
             gone = decide(policy, there, verified=coming.place, now=coming.created).deleted
-            free_nbytes += sum(facts.nbytes for facts in gone)
+            free_nbytes += sum(facts.freed_nbytes for facts in gone)
             places = {facts.place for facts in gone}
             there = [facts for facts in there if facts.place not in places]
     return None
@@ -40,7 +41,7 @@ def saves_that_fit(free_nbytes: int, lineage: Sequence[CheckpointFacts], policy:
 def _after(facts: CheckpointFacts, steps: int, seconds: float) -> CheckpointFacts:
     """The facts about a checkpoint that follows another one."""
     place = Place(facts.place.epoch, facts.place.seq + 1)
-    return CheckpointFacts(place, facts.step + steps, facts.created + seconds, facts.nbytes, facts.metrics)
+    return CheckpointFacts(place, facts.step + steps, facts.created + seconds, facts.coming_nbytes, facts.metrics)
 
 
 def _intervals(lineage: Sequence[CheckpointFacts]) -> tuple[int, float]:

@@ -32,7 +32,11 @@ UNJUDGED = "a policy cannot judge yet"
 
 class CheckpointFacts(NamedTuple):
     """The facts about one committed checkpoint. `created` is in unix seconds; `held` are the reasons why it stays,
-    whatever a policy says. `is_quarantined`: it was found to be damaged in storage."""
+    whatever a policy says. `is_quarantined`: it was found to be damaged in storage.
+
+    `nbytes` are the bytes of data in its own folder. Of these, a deletion leaves ``kept_nbytes`` at most, in still
+    files that other checkpoints refer to. ``save_nbytes`` are those that its save wrote; None: all.
+    """
 
     place: Place
     step: int
@@ -41,6 +45,18 @@ class CheckpointFacts(NamedTuple):
     metrics: Mapping[str, float]
     held: tuple[str, ...] = ()
     is_quarantined: bool = False
+    kept_nbytes: int = 0
+    save_nbytes: int | None = None
+
+    @property
+    def freed_nbytes(self) -> int:
+        """The bytes that its deletion frees at once."""
+        return self.nbytes - self.kept_nbytes
+
+    @property
+    def coming_nbytes(self) -> int:
+        """The bytes that a save like its own writes."""
+        return self.nbytes if self.save_nbytes is None else self.save_nbytes
 
 
 class PolicyProblem(NamedTuple):

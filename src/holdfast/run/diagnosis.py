@@ -19,12 +19,13 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.hold_records import PINS, is_pins_name
 from holdfast.format.quarantine_records import QUARANTINE, quarantine_key
-from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, SEAL_NAME, Commit, Place
+from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, REPLACED, SEAL_NAME, Commit, Place
 from holdfast.format.reference_records import REFERENCES, parse_reference_name
 from holdfast.format.resume_records import RESUMES, parse_resume_name
 from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.complete import check_present, complete
 from holdfast.run.history import Run
+from holdfast.run.leftovers import FOLDERS, temporary_keys
 from holdfast.run.lost_commits import commit_anew, published_folder
 from holdfast.run.lost_epochs import lost_epoch, make_anew
 from holdfast.run.lost_marker import make_marker_anew, probable_marker
@@ -33,9 +34,6 @@ from holdfast.run.quarantine import in_quarantine, reason_of
 from holdfast.run.removal import abandon, remove_place
 from holdfast.run.save_requests import REQUESTS, is_request_name
 from holdfast.run.uncommitted import IN_PROGRESS_S, UNREADABLE, Remedy, RunRecords, Uncommitted
-
-#: The folders of a run.
-_FOLDERS: Final = (CHECKPOINTS, EPOCHS, HISTORY, REQUESTS, PINS, RESUMES, QUARANTINE, REFERENCES)
 
 
 class Watch(Protocol):
@@ -167,12 +165,17 @@ def _marker(run: Run) -> Iterator[Finding]:
 
 def _names(run: Run) -> Iterator[Finding]:
     """Names that do not belong to a run."""
-    for folder in ("", *_FOLDERS):
+    for key in unknown_keys(run):
+        is_run = run.storage.nbytes(f"{key}/{MARKER_KEY}") is not None
+        yield _unknown(run.storage.path(key), is_run=is_run)
+
+
+def unknown_keys(run: Run) -> Iterator[str]:
+    """The names in the run and in its folders that do not belong to a run, each as a key."""
+    for folder in ("", *FOLDERS):
         for name in run.storage.list(folder):
             if not _is_ours(folder, name):
-                key = f"{folder}/{name}" if folder else name
-                is_run = run.storage.nbytes(f"{key}/{MARKER_KEY}") is not None
-                yield _unknown(run.storage.path(key), is_run=is_run)
+                yield f"{folder}/{name}" if folder else name
 
 
 def _unknown(path: str, *, is_run: bool = False) -> Finding:
@@ -190,6 +193,7 @@ _RECORDS: Final[dict[str, Callable[[str], object]]] = {
     QUARANTINE: records.parse_commit_name,
     RESUMES: parse_resume_name,
     REFERENCES: parse_reference_name,
+    REPLACED: records.parse_commit_name,
 }
 
 
@@ -200,7 +204,7 @@ def _is_ours(folder: str, name: str) -> bool:
         return is_pins_name(name)
     if folder in _RECORDS:
         return _RECORDS[folder](name) is not None
-    return name in (MARKER_KEY, *_FOLDERS)
+    return name in (MARKER_KEY, *FOLDERS)
 
 
 def _epochs(run: Run, known: RunRecords) -> Iterator[Finding]:
@@ -318,15 +322,12 @@ def _folders(run: Run, known: RunRecords, *, deep: bool) -> Iterator[Finding]:
 
 def _leftovers(run: Run) -> Iterator[tuple[str, Finding]]:
     """Temporary files, of dead writers or of writers still at work, each with its key."""
-    storage, root = run.storage, run.storage.path("x").removesuffix("/x")
-    checkpoints = (f"{CHECKPOINTS}/{name}" for name in storage.list(CHECKPOINTS))
-    for folder in ("", *_FOLDERS, *checkpoints):
-        names = storage.leftovers(folder)
-        old = set(storage.leftovers(folder, older_than_s=IN_PROGRESS_S)) if names else set()
-        for name in names:
-            key = f"{folder}/{name}" if folder else name
+    root = run.storage.path("x").removesuffix("/x")
+    for folder, keys in temporary_keys(run.storage):
+        old = set(run.storage.leftovers(folder, older_than_s=IN_PROGRESS_S))
+        for key in keys:
             path = f"{root}/{key}"  # `Store.path` takes no temporary names
-            if name in old:
+            if key.rpartition("/")[2] in old:
                 text = f"The writer of '{path}' died before it published the file. Remove the file to free its space."
                 yield key, Finding("leftover", path, text, "remove")
             else:

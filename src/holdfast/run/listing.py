@@ -14,6 +14,7 @@ from holdfast.format.records import Commit, Diverged, Epoch, Fork, Place
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
 from holdfast.run.quarantine import in_quarantine
+from holdfast.run.reference_names import references_of
 from holdfast.run.resumes import ResumeCounts
 
 UNKNOWN_LINEAGE: Final = "unknown whether the head descends from these"
@@ -26,7 +27,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     ``checkpoints/``. `head` and `pinned` say whether it is the head, and whether somebody has pinned it. `resumes` is
     the number of jobs that have resumed it, and of which none has committed a newer one, nor ended in an orderly way.
     `quarantined` says whether a load has found it to be damaged. ``referenced_nbytes`` are the bytes of its data that
-    its save did not write, because earlier checkpoints have them.
+    are not in its own folder, because earlier checkpoints have them.
     """
 
     place: str
@@ -52,6 +53,7 @@ class HistoryReader:
         self._run = run
         self._pinned = Holds.of(run.storage).pinned
         self._quarantined = in_quarantine(run.storage)
+        self._referring = {each.checkpoint for each in references_of(run.storage)}
         self._resumes = ResumeCounts.of(run).counted
         self._places: list[Place] = []
         self._broken = False
@@ -91,6 +93,7 @@ class HistoryReader:
                 pinned=place in self._pinned,
                 resumes=self._resumes.get(place, 0),
                 quarantined=place in self._quarantined,
+                referenced_nbytes=row.referenced_nbytes if row.folder in self._referring else 0,
             )
         except (CorruptError, NotFoundError) as error:
             if not self._run.is_removed(place):

@@ -22,7 +22,7 @@ epoch, that checkpoint can never be committed, and the record does not count any
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -31,11 +31,11 @@ from holdfast.format import records
 from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.manifest import Candidate
 from holdfast.format.records import CHECKPOINTS, FileSeal, Place
-from holdfast.format.reference_records import REFERENCES, Reference, ReferenceName, parse_reference_name
+from holdfast.format.reference_records import Reference, ReferenceName
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds, create_by_name
 from holdfast.run.quarantine import in_quarantine
-from holdfast.store.base import Store
+from holdfast.run.reference_names import references_of
 
 _log = logging.getLogger(__name__)
 
@@ -87,11 +87,9 @@ def needed_folders(run: Run) -> frozenset[str]:
     return frozenset(each.holder for each, counts in _judged(run) if counts)
 
 
-def delete_ended_references(run: Run) -> None:
-    """Delete the records that do not count any more. A few requests."""
-    for each, counts in _judged(run):
-        if not counts:
-            run.storage.delete(each.key)
+def ended_references(run: Run) -> list[str]:
+    """The keys of the records that do not count any more. A few requests."""
+    return [each.key for each, counts in _judged(run) if not counts]
 
 
 def _judged(run: Run) -> list[tuple[ReferenceName, bool]]:
@@ -102,13 +100,13 @@ def _judged(run: Run) -> list[tuple[ReferenceName, bool]]:
     gone = removed - {lease.place for lease in Holds.of(run.storage).leases}
     return [
         (each, each.place not in gone and (each.place.epoch >= newest or each.checkpoint in folders))
-        for each in _references(run.storage)
+        for each in references_of(run.storage)
     ]
 
 
 def delete_references_of(run: Run, folder: str) -> None:
     """Delete the records of the checkpoint in `folder`, which needs nothing any more."""
-    for each in tuple(_references(run.storage)):
+    for each in references_of(run.storage):
         if each.checkpoint == folder:
             run.storage.delete(each.key)
 
@@ -134,17 +132,10 @@ def _head_files(run: Run) -> _HeadFiles | None:
 
 def _kept_for(run: Run, head: _HeadFiles) -> frozenset[str]:
     """The folders that the records of the head keep for it."""
-    return frozenset(each.holder for each in _references(run.storage) if each.checkpoint == head.folder)
+    return frozenset(each.holder for each in references_of(run.storage) if each.checkpoint == head.folder)
 
 
 def _holder(file: FileSeal, folder: str, kept: Collection[str]) -> str:
     """The folder that holds a data file of the checkpoint in `folder`. After `compact`, which deletes the records, that
     is its own one."""
     return file.checkpoint if isinstance(file.checkpoint, str) and file.checkpoint in kept else folder
-
-
-def _references(storage: Store) -> Iterator[ReferenceName]:
-    for name in storage.list(REFERENCES):
-        found = parse_reference_name(name)
-        if found is not None:
-            yield found

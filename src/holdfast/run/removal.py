@@ -119,7 +119,7 @@ def _delete_files(run: Run, folder: str) -> bool:
     names = run.storage.list(f"{CHECKPOINTS}/{folder}")
     are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
     for name in names:
-        if fmt.is_mark_name(name) or (fmt.is_file_name(name) and not (are_needed and fmt.is_still_name(name))):
+        if _goes_with_data(name, are_needed=are_needed):
             run.storage.delete(records.checkpoint_key(folder, name))
     _delete_leftovers(run, folder)
     # Before the manifest, without which nobody would go on with this deletion.
@@ -127,6 +127,22 @@ def _delete_files(run: Run, folder: str) -> bool:
     if not are_needed:
         run.storage.delete(records.checkpoint_key(folder, fmt.NAME))
     return not are_needed
+
+
+def _goes_with_data(name: str, *, are_needed: bool) -> bool:
+    """Whether a deletion takes the file of this name with the data files. If `are_needed`, still files stay."""
+    return fmt.is_mark_name(name) or (fmt.is_file_name(name) and not (are_needed and fmt.is_still_name(name)))
+
+
+def doomed_keys(run: Run, place: Place | None, folder: str) -> list[str]:
+    """The keys in ``checkpoints/<folder>`` that `remove_place` would delete, or `abandon` without a `place`. Changes
+    nothing."""
+    names = run.storage.list(f"{CHECKPOINTS}/{folder}")
+    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
+    own = ([] if place is None else [SEAL_NAME]) + ([] if are_needed else [fmt.NAME])
+    taken = [name for name in names if name in own or _goes_with_data(name, are_needed=are_needed)]
+    taken += run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
+    return [records.checkpoint_key(folder, name) for name in taken]
 
 
 def _delete_leftovers(run: Run, folder: str) -> None:

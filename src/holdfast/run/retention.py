@@ -16,19 +16,21 @@ can commit it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
-from holdfast.format.records import CHECKPOINTS, Commit, Place, parse_folder
+from holdfast.format.records import Commit, Place
 from holdfast.policy.keep import CheckpointFacts, KeepDecision, KeepPolicy, decide
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds, delete_ended, is_held
 from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import in_quarantine
-from holdfast.run.references import delete_ended_references, needed_folders
-from holdfast.run.removal import abandon, remove_place
-from holdfast.run.uncommitted import RunRecords, Uncommitted
+from holdfast.run.reference_names import references_of
+from holdfast.run.references import ended_references, needed_folders
+from holdfast.run.remains import delete_remnant, remnant, remnants
+from holdfast.run.removal import remove_place
+from holdfast.run.uncommitted import RunRecords
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,16 @@ class Retention:
         epoch = run.newest_epoch() or 0
         lineage = list(self._lineage(run))
         holds, shut = Holds.of(run.storage), in_quarantine(run.storage)
+        shared = _SharedFiles(run, lineage)
         facts = [
-            facts_of(commit, holds.reasons(commit.place), is_quarantined=commit.place in shut) for commit in lineage
+            facts_of(
+                commit,
+                holds.reasons(commit.place),
+                is_quarantined=commit.place in shut,
+                refers=commit.checkpoint in shared.referring,
+                kept_nbytes=shared.kept_nbytes.get(commit.checkpoint, 0),
+            )
+            for commit in lineage
         ]
         self._commits = {commit.place: commit for commit in lineage}
         verified = self._newest_verified(run, [commit for commit in lineage if commit.place not in shut])
@@ -129,17 +139,10 @@ class Retention:
 
     def remains(self, run: Run, survey: RetentionSurvey) -> Remains:
         """Find the folders that unfinished deletions and saves have left."""
-        known, found = RunRecords.of(run), Remains()
-        for folder in run.storage.list(CHECKPOINTS):
-            if parse_folder(folder) is None or known.is_committed(folder):
-                continue
-            there = Uncommitted(run, known, folder)
-            if there.is_kept_for_others:
-                found.kept.append(folder)
-            elif there.is_half_removed:
-                found.half_removed.append(folder)
-            elif there.is_cut_off(survey.epoch, survey.holds):
-                found.cut_off.append(folder)
+        found = Remains()
+        lists = {"half_removed": found.half_removed, "cut_off": found.cut_off, "needed": found.kept}
+        for each in remnants(run, epoch=survey.epoch):
+            lists.get(each.fate, []).append(each.folder)
         return found
 
     def _finish(self, run: Run, survey: RetentionSurvey, done: RetentionOutcome) -> None:
@@ -147,23 +150,25 @@ class Retention:
         searches the whole run: this process knows what it left itself."""
         if self._looked_in != survey.epoch:
             self._left, self._looked_in = self.remains(run, survey), survey.epoch
-            delete_ended_references(run)
+            for key in ended_references(run):
+                run.storage.delete(key)
         if self._left.kept:
             self._let_go_of_kept(needed_folders(run))
         if not (self._left.half_removed or self._left.cut_off):
             return
         known = RunRecords.of(run)
         for folder in tuple(self._left.half_removed):
-            there = Uncommitted(run, known, folder)
-            if there.is_half_removed:
-                is_gone = _is_deleted(run, folder, there.place_to_hide())
+            there = remnant(run, known, folder, epoch=survey.epoch)
+            if there is not None and there.fate == "half_removed":
+                is_gone = delete_remnant(run, there)
                 if is_gone is None:
                     continue
                 (done.finished if is_gone else self._left.kept).append(folder)
             self._left.half_removed.remove(folder)
         for folder in tuple(self._left.cut_off):
+            there = remnant(run, known, folder, epoch=survey.epoch)
             # Somebody may have completed it since: then it stays.
-            if Uncommitted(run, known, folder).is_cut_off(survey.epoch, survey.holds) and _is_deleted(run, folder):
+            if there is not None and there.fate == "cut_off" and delete_remnant(run, there):
                 done.cut_off.append(folder)
             self._left.cut_off.remove(folder)
 
@@ -188,20 +193,6 @@ class Retention:
         return None
 
 
-def _is_deleted(run: Run, folder: str, place: Place | None = None) -> bool | None:
-    """Delete the files in `folder` that nobody reads any more, after hiding its `place`, if it has one. Returns False
-    where still files stay for other checkpoints, and None where somebody needs all of them."""
-    try:
-        if place is not None:
-            return remove_place(run, place, folder)
-        abandon(run, folder)
-    except ConfigurationError as error:
-        if not is_held(error):
-            raise
-        return None
-    return True
-
-
 def _is_whole(run: Run, commit: Commit) -> bool:
     """Whether all files of a checkpoint exist and have their sealed sizes. One request for each file, and one. It does
     not read the manifest, which takes a job of many tensors long."""
@@ -211,8 +202,41 @@ def _is_whole(run: Run, commit: Commit) -> bool:
         return False
 
 
-def facts_of(commit: Commit, held: tuple[str, ...] = (), *, is_quarantined: bool = False) -> CheckpointFacts:
-    """The facts about a committed checkpoint, for a policy; `held` are the reasons why it stays."""
+class _SharedFiles:
+    """The files that checkpoints of a lineage have in common, as the records in ``references/`` tell: the folders that
+    are `referring` to others, and for each folder that others refer to, the most bytes that a deletion leaves there."""
+
+    def __init__(self, run: Run, lineage: Iterable[Commit]) -> None:
+        references = references_of(run.storage)
+        sizes = {commit.checkpoint: commit.num_referenced_bytes for commit in lineage}
+        self.referring = frozenset(each.checkpoint for each in references)
+        self.kept_nbytes: dict[str, int] = {}
+        for each in references:
+            most = max(self.kept_nbytes.get(each.holder, 0), sizes.get(each.checkpoint, 0))
+            self.kept_nbytes[each.holder] = most
+
+
+def facts_of(
+    commit: Commit,
+    held: tuple[str, ...] = (),
+    *,
+    is_quarantined: bool = False,
+    refers: bool = True,
+    kept_nbytes: int = 0,
+) -> CheckpointFacts:
+    """The facts about a committed checkpoint, for a policy; `held` are the reasons why it stays. `refers` says whether
+    it still refers to files of earlier ones, if its save did. `kept_nbytes` is as for `CheckpointFacts`."""
     metrics = {name: float(value) for name, value in commit.metrics.items()}
-    nbytes = commit.nbytes - commit.num_referenced_bytes
-    return CheckpointFacts(commit.place, commit.step, commit.created, nbytes, metrics, held, is_quarantined)
+    save_nbytes = commit.nbytes - commit.num_referenced_bytes
+    nbytes = save_nbytes if refers else commit.nbytes
+    return CheckpointFacts(
+        commit.place,
+        commit.step,
+        commit.created,
+        nbytes,
+        metrics,
+        held,
+        is_quarantined,
+        min(kept_nbytes, nbytes),
+        save_nbytes,
+    )

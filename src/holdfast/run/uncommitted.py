@@ -66,6 +66,13 @@ class FolderState(NamedTuple):
     remedy: Remedy
 
 
+class Objection(NamedTuple):
+    """The reason why a folder must not be deleted: a stable word for it, and a clause."""
+
+    kind: str
+    text: str
+
+
 class Uncommitted:
     """One folder in ``checkpoints/`` without a commit, as it was when this object was made."""
 
@@ -78,8 +85,7 @@ class Uncommitted:
         names = run.storage.list(f"{CHECKPOINTS}/{folder}")
         self._names = {name for name in names if name in (fmt.NAME, SEAL_NAME) or fmt.is_file_name(name)}
         self._names |= set(filter(fmt.is_mark_name, names))
-        seal_key = records.checkpoint_key(folder, SEAL_NAME)
-        self._seal = run.storage.read(seal_key) if SEAL_NAME in self._names else None
+        self._seal = self._read_seal() if SEAL_NAME in self._names else None
         self._given_up = self._seal is not None and is_abandoned(self._seal)
         self._sealed_at = self._sealed_place()
 
@@ -87,8 +93,7 @@ class Uncommitted:
         """The state of the folder; None where there is nothing to do. With `deep`, reads all its data."""
         if self._known.is_committed(self.folder):
             return FolderState("folder.committed", f"'{self._path}' is a committed checkpoint.", "none")
-        is_empty = not self._names or (self._given_up and len(self._names) == 1)
-        if is_empty or self.is_kept_for_others:
+        if self.is_empty or self.is_kept_for_others:
             return None
         if self._given_up or self._sealed_at in self._known.removed:
             return self._removal_unfinished()
@@ -107,7 +112,7 @@ class Uncommitted:
     @property
     def is_half_removed(self) -> bool:
         """Whether somebody has begun to delete the folder, so that anybody may go on. Reads no data file."""
-        if not self._names or (self._given_up and len(self._names) == 1):
+        if self.is_empty:
             return False
         return self._given_up or self.place_to_hide() in self._known.removed
 
@@ -118,20 +123,38 @@ class Uncommitted:
         is_rest = bool(files) and all(map(fmt.is_still_name, files))
         return is_rest and self.folder in self._known.needed and self.is_half_removed
 
-    def is_cut_off(self, epoch: int, holds: Holds) -> bool:
-        """Whether a save of an epoch before `epoch` left the folder without all its data files, so that it can never be
-        committed: where a writer lives, he is fenced. False where `holds` keep its place. Reads no data file."""
-        if self._seal is not None or not self._names:
-            return False
+    @property
+    def is_empty(self) -> bool:
+        """Whether the folder has no file, or only the record of a save that was given up, which stays for ever."""
+        return not self._names or (self._given_up and len(self._names) == 1)
+
+    def objection(self, epoch: int, *, grace_s: float = 0.0) -> Objection | None:
+        """The reason why nobody may delete the folder as the parts of a save that was cut off; None where anybody may.
+
+        Such a save is of an epoch before `epoch`, and left the folder without all its data files. So it can never be
+        committed: where a writer lives, he is fenced. With `grace_s`, it also began that long ago. Reads no data file.
+        """
+        if self._seal is not None:
+            return Objection("sealed", "it is sealed, and was never committed; holdfast doctor says more")
         try:
             stored = read_manifest(self._run, self.folder)
-        except UNREADABLE:
-            return False
+        except UNREADABLE as error:
+            return Objection("unknown", error.message.removesuffix("."))
         place = stored.manifest.place
-        is_known = place in self._known.commits or place in self._known.removed
-        if place.epoch >= epoch or is_known or holds.reasons(place):
-            return False
-        return bool(missing_files(self._run.storage, stored))
+        if place in self._known.commits or place in self._known.removed:
+            return Objection("superseded", f"{place} is the place of another checkpoint")
+        if place.epoch >= epoch:
+            return Objection("newest_epoch", f"its epoch, {place.epoch}, is the newest: its save may be under way")
+        # A copy into this run has its lease before its manifest, so a look behind that of the manifest finds the lease.
+        held = Holds.of(self._run.storage).reasons(place)
+        if held:
+            return Objection("held", " and ".join(held))
+        if not missing_files(self._run.storage, stored):
+            return Objection("complete", "it has all its data files; holdfast doctor --finish commits it")
+        # A time in the far future is that of a wrong clock, and says nothing.
+        if abs(time.time() - stored.manifest.body.created) < grace_s:
+            return Objection("young", "its save began within the time of grace")
+        return None
 
     def place_to_hide(self) -> Place | None:
         """The place that must be hidden before files are deleted: that of a seal, or one that is hidden already.
@@ -207,6 +230,14 @@ class Uncommitted:
     def _remedy(self) -> Remedy:
         # An unreadable seal does not say at which place a process may still commit the checkpoint: a person must judge.
         return "none" if self._seal is not None and self._sealed_at is None else "remove"
+
+    def _read_seal(self) -> bytes | None:
+        """What has the name of the seal; None where a deletion has taken it since it was listed."""
+        try:
+            return self._run.storage.read(records.checkpoint_key(self.folder, SEAL_NAME))
+        except NotFoundError:
+            self._names.remove(SEAL_NAME)
+            return None
 
     def _sealed_place(self) -> Place | None:
         if self._seal is None or self._given_up:

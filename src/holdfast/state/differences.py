@@ -439,8 +439,9 @@ _ACTIONS = {
         "class has steps of its own, and they make the slots that they lack, pass strict=False."
     ),
     "incompatible.slot_dtype": (
-        "Leave the rule that casts these slots out: they need the dtype of their parameter. To train in another dtype, "
-        "build the model in it, and pass cast=True: its slots then follow it."
+        "These slots need the dtype of their parameter. To train in another dtype, build the model in it, and pass "
+        "cast=True, or globs that match the optimizer too: its slots then follow it. Leave a rule out that casts them "
+        "to another dtype."
     ),
     "incompatible.flat_slots": (
         "Wrap the model with use_orig_params=True, which has slots for each parameter; or leave the optimizer "

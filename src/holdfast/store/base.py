@@ -171,7 +171,10 @@ class Store(Protocol):
         """
 
     def nbytes(self, key: str) -> int | None:
-        """Size of an object, or None where there is none."""
+        """Size of an object, or None where there is none.
+
+        A temporary name from `leftovers`, below its folder, is a key here, too.
+        """
 
     def list(self, folder: str, *, limit: int | None = None) -> list[str]:
         """The names directly below `folder`, sorted; empty where the folder does not exist. ``""`` is the root.

@@ -101,7 +101,7 @@ class FsspecStore:
 
     def nbytes(self, key: str) -> int | None:
         """As `Store.nbytes`."""
-        found = self._status(self._inside(_checked(key)))
+        found = self._status(self._inside_of_any(key))
         return found["size"] if found is not None and found["type"] == "file" else None
 
     def list(self, folder: str, *, limit: int | None = None) -> builtins.list[str]:
@@ -134,8 +134,7 @@ class FsspecStore:
 
     def delete(self, key: str) -> bool:
         """As `Store.delete`."""
-        folder, _, name = key.rpartition("/")
-        inside = self._inside(key if name.startswith(TEMPORARY_PREFIX) else _checked(key))
+        folder, inside = key.rpartition("/")[0], self._inside_of_any(key)
 
         def call(files: AbstractFileSystem) -> bool:
             try:
@@ -153,6 +152,10 @@ class FsspecStore:
         """As `Store.leftovers`. The age is the difference between the server's clock and that of this machine."""
         names = [name for name in self._names(folder) if name.startswith(TEMPORARY_PREFIX)]
         return sorted(name for name in names if self._is_older(f"{self._inside(folder)}/{name}", older_than_s))
+
+    def _inside_of_any(self, key: str) -> str:
+        """The path of `key`, which may be a temporary name."""
+        return self._inside(key if key.rpartition("/")[2].startswith(TEMPORARY_PREFIX) else _checked(key))
 
     def _inside(self, key: str) -> str:
         return f"{self._root}/{key}" if key else self._root

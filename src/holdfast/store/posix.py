@@ -91,7 +91,7 @@ class PosixStore:
 
     def nbytes(self, key: str) -> int | None:
         """Size of an object, or None where there is none."""
-        path = self.path(key)
+        path = self._path_of_any(key)
         with reported("look at", path):
             try:
                 status = os.stat(path)
@@ -136,8 +136,7 @@ class PosixStore:
         """Delete an object, durably. Returns False where there was none. Removes a checkpoint's folder with its last
         object.
         """
-        folder, _, name = key.rpartition("/")
-        path = os.path.join(self._folder(folder), name) if name.startswith(TEMPORARY_PREFIX) else self.path(key)
+        folder, path = key.rpartition("/")[0], self._path_of_any(key)
         parent = os.path.dirname(path)
         with reported("delete", path):
             try:
@@ -160,6 +159,11 @@ class PosixStore:
         folder = self._folder(folder)
         temporary = (name for name in _names(folder) if name.startswith(TEMPORARY_PREFIX))
         return sorted(name for name in temporary if _is_abandoned(os.path.join(folder, name), older_than_s))
+
+    def _path_of_any(self, key: str) -> str:
+        """The path of `key`, which may be a temporary name."""
+        folder, _, name = key.rpartition("/")
+        return os.path.join(self._folder(folder), name) if name.startswith(TEMPORARY_PREFIX) else self.path(key)
 
     def _opened(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, self._modes[1])
