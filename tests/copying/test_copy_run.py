@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -476,7 +477,8 @@ class TestTwoCallsInAStoreWithoutLocks:
         for place in copy.places():
             check(copy, copy.commit(place))
 
-    def test_one_commits_nothing_of_which_the_other_has_deleted_files(self, source: Run) -> None:
+    @pytest.mark.parametrize("pattern", ["*", "manifest.hfm"])
+    def test_one_commits_nothing_of_which_the_other_has_deleted_files(self, source: Run, pattern: str) -> None:
         target = MemoryStore("copy")
 
         class GivesUp(FaultyStore):
@@ -484,7 +486,7 @@ class TestTwoCallsInAStoreWithoutLocks:
 
             def create(self, key: str, data: bytes) -> bool:
                 if key.endswith("seal.json") and len(target.list("history")) == 1:
-                    for name in target.list(key.rpartition("/")[0]):
+                    for name in fnmatch.filter(target.list(key.rpartition("/")[0]), pattern):
                         target.delete(f"{key.rpartition('/')[0]}/{name}")
                 return super().create(key, data)
 

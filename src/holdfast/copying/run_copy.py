@@ -18,7 +18,7 @@ from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
 from holdfast.format.tombstones import Abandoned
 from holdfast.io.buffers import BufferPool
-from holdfast.run.complete import is_abandoned, missing_files
+from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
 from holdfast.run.leases import ReadLease, lease_on
 from holdfast.store.base import Store
@@ -145,8 +145,10 @@ class RunCopy:
         self.outcome.written_nbytes += files.written_nbytes
         target.add(seal_key, source.seal, unlike=lambda _: self._other_seal(seal_key))
         # Nobody gives up a sealed checkpoint, so what is there now stays.
-        if missing_files(target.storage, source.stored):
-            raise _given_up_meanwhile(commit.place, target.storage.path(source.stored.key(fmt.NAME)))
+        there = frozenset(target.storage.list(f"{CHECKPOINTS}/{folder}"))
+        lost = {fmt.NAME, *source.stored.manifest.file_names} - there
+        if lost:
+            raise _given_up_meanwhile(commit.place, target.storage.path(source.stored.key(min(lost))))
         if is_pinned:
             target.add_pin(commit.place)
         target.add_commit(commit.place, source.commit)
