@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from holdfast.run.leases import want_leases
 from holdfast.run.quarantine import quarantine
 from holdfast.run.removal import abandon
 from holdfast.run.retention import Retention
-from holdfast.store.base import Location
+from holdfast.store.base import Location, Store
 from holdfast.store.only_writer import only_writer
 from holdfast.store.urls import open_store
+from holdfast.testing.memory_store import MemoryStore
 from tests.store.test_posix_storage import mounted
 from tests.support.checkpoints import begin, check, save, write_data
 from tests.support.checkpoints import publish_manifest as begin_save
@@ -68,7 +70,12 @@ def check_all(path: Path) -> None:
 
 
 def copy_with(
-    source: Run, target: Path, during: Callable[[str], None], *, skip_damaged: bool = False, only: Place | None = None
+    source: Run,
+    target: Path | Store,
+    during: Callable[[str], None],
+    *,
+    skip_damaged: bool = False,
+    only: Place | None = None,
 ) -> CopyOutcome:
     """Copy, and call `during` with the text of the progress when the data of a checkpoint is about to be copied."""
 
@@ -77,7 +84,7 @@ def copy_with(
         during(text)
         yield lambda _: None
 
-    storage = open_store(Location(str(target)))
+    storage = open_store(Location(str(target))) if isinstance(target, Path) else target
     return RunCopy(source, storage, only=only, read_back=False, skip_damaged=skip_damaged, shown=shown).run()
 
 
@@ -446,3 +453,48 @@ def test_a_full_disk_stops_the_copy_and_the_next_call_goes_on(src: Path, tmp_pat
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
         assert len(holdfast.copy_run(src, disk / "run").copied) == 3 - len(held)
         check_all(disk / "run")
+
+
+class TestTwoCallsInAStoreWithoutLocks:
+    @pytest.mark.parametrize("trouble", ["vanished", "damaged"])
+    def test_one_that_gives_a_checkpoint_up_leaves_what_the_other_has_committed(
+        self, source: Run, src: Path, trouble: str
+    ) -> None:
+        target = MemoryStore("copy")
+
+        def during(text: str) -> None:
+            if "1.2" in text:
+                copy_with(source, target, lambda _: None)
+                if trouble == "vanished":
+                    holdfast.remove(f"{src}@1.2")
+                else:
+                    damage(folder_of(src, 20) / "data-00001.safetensors", 0.999)
+
+        outcome = copy_with(source, target, during, skip_damaged=True)
+        assert getattr(outcome, trouble) == [Place(1, 2)]
+        copy = Run.open(target)
+        assert sorted(copy.places()) == [Place(1, 1), Place(1, 2), Place(1, 3)]
+        for place in copy.places():
+            check(copy, copy.commit(place))
+
+    @pytest.mark.parametrize("pattern", ["*", "manifest.hfm"])
+    def test_one_commits_nothing_of_which_the_other_has_deleted_files(self, source: Run, pattern: str) -> None:
+        target = MemoryStore("copy")
+
+        class GivesUp(FaultyStore):
+            """The other call deletes what is there, right before the seal."""
+
+            def create(self, key: str, data: bytes) -> bool:
+                if key.endswith("seal.json") and len(target.list("history")) == 1:
+                    for name in fnmatch.filter(target.list(key.rpartition("/")[0]), pattern):
+                        target.delete(f"{key.rpartition('/')[0]}/{name}")
+                return super().create(key, data)
+
+        with pytest.raises(StorageError, match="another call copies") as error:
+            copy_with(source, GivesUp(target, lambda *_: None), lambda _: None)
+        assert error.value.code == "storage.vanished"
+        assert Run.open(target).places() == [Place(1, 1)]
+        copy_with(source, target, lambda _: None)
+        copy = Run.open(target)
+        for place in copy.places():
+            check(copy, copy.commit(place))

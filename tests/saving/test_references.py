@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,26 +18,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
+from holdfast.checkpoint.file_copy import write_copy
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_checkpoint
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.errors import CorruptError, IncompatibleError, StorageError
+from holdfast.errors import ConfigurationError, CorruptError, IncompatibleError, NotFoundError, StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import Commit, FileSeal, Place
 from holdfast.io.meter import Meter
 from holdfast.io.sources import Source
+from holdfast.run import compaction
 from holdfast.run.diagnosis import examine
 from holdfast.run.history import Run
-from holdfast.run.leases import await_ended_reads
+from holdfast.run.holds import Holds
+from holdfast.run.leases import await_ended_reads, want_leases
 from holdfast.run.still_files import StoredFile
 from holdfast.saving import save_to_storage, shares
 from holdfast.state.marks import Versions
 from holdfast.store.base import Location
 from holdfast.store.posix import PosixStore
 from tests.support.command_line import holdfast_command
+from tests.support.faulty_storage import watched_store
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 #: A frozen base of 2.25 MiB, and beside it a low-rank adapter, trained with AdamW.
@@ -244,6 +251,29 @@ def test_a_parent_in_quarantine_is_not_referred_to(run: str) -> None:
     assert job.save(run, 2).referenced_nbytes == 0
 
 
+@pytest.mark.parametrize(
+    "what", ["*/history/*.json", "*/seal.json", "*/references", "*/quarantine", "*/still-00001.safetensors"]
+)
+def test_a_save_is_written_whole_where_the_disk_cannot_read_the_checkpoint_before(
+    run: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    job.save(run, 1)
+    before = folder_of(run, 1)
+
+    def watch(_: int, when: str, name: str, path: str) -> None:
+        is_old = f"/{before.name}/" in path or "/checkpoints/" not in path
+        if when == "before" and name in ("read", "list", "nbytes") and is_old and fnmatch(path, what):
+            raise StorageError(f"cannot {name} {path}: broken.", code="storage.io", action="Repair it.", path=path)
+
+    with watched_store(watch):
+        job.save(run, 2)
+    assert still_in(run, 2) == ["still-00001.safetensors"]
+    assert "written whole" in caplog.text
+    shutil.rmtree(before)
+    assert_equal(loaded(run), job.bits())
+
+
 def test_a_file_that_was_lost_is_written_again(run: str) -> None:
     job = Job()
     job.save(run, 1)
@@ -393,6 +423,54 @@ def test_a_compacted_checkpoint_needs_no_other_one(run: str, tmp_path: Path) -> 
     alone = tmp_path / folder_of(run, 2).name
     shutil.copytree(folder_of(run, 2), alone)
     assert torch.equal(holdfast.open(str(alone))["model/base.weight"][...], job.model.base.weight)
+
+
+def test_no_policy_deletes_a_checkpoint_that_is_being_compacted(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job()
+    for step in (1, 2, 3):
+        job.save(run, step)
+    want_leases(PosixStore(run))
+    write, refused = write_copy, list[str]()
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        until(lambda: [lease.place for lease in Holds.of(PosixStore(run)).leases] == [Place(1, 2)])
+        with pytest.raises(ConfigurationError) as caught:
+            holdfast.remove(f"{run}@step=2")
+        refused.append(caught.value.code)
+        write(*args, **options)
+
+    monkeypatch.setattr(compaction, "write_copy", meanwhile)
+    assert holdfast.compact(f"{run}@step=2") > 0
+    assert refused == ["config.in_use"]
+    await_ended_reads()
+    holdfast.remove(f"{run}@step=2")
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_checkpoint_that_is_deleted_while_it_is_compacted_leaves_nothing_and_says_so(
+    run: str, monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    job = Job()
+    for step in (1, 2, 3):
+        job.save(run, step)
+    folder, write = folder_of(run, 2), write_copy
+
+    def meanwhile(*args: Any, **options: Any) -> None:
+        if is_copied:
+            write(*args, **options)
+        copies = {path: path.read_bytes() for path in folder.glob("still-*.safetensors")}
+        holdfast.remove(f"{run}@step=2")
+        if not is_copied:
+            write(*args, **options)
+        for path, data in copies.items():  # as in a bucket, where a deletion may have listed the names before
+            folder.mkdir(exist_ok=True)
+            path.write_bytes(data)
+
+    monkeypatch.setattr(compaction, "write_copy", meanwhile)
+    with pytest.raises(NotFoundError, match="was deleted while its files were copied") as caught:
+        holdfast.compact(f"{run}@step=2")
+    assert caught.value.code == "not_found.commit"
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_after_compact_a_checkpoint_counts_as_one_that_has_all_its_bytes(run: str) -> None:

@@ -30,10 +30,11 @@ def copy_run(
 ) -> CopyReport:
     """Copy the run `src`, or one checkpoint of it (``RUN@step=700``, ``RUN@3.12``), into the run `dst`, in any store.
 
-    Blocking. Call it in one process. Needs no torch. `dst` is new, or an earlier copy of the same run: then it gets
-    what it lacks, and nothing in it is deleted. After an interruption the same call continues. At every moment `dst` is
-    a valid run, and its head is all there. It has the id of `src`: it is the same run in another place, and a job may
-    go on from either. A checkpoint that was asked for by its selector is completed in `dst` where it lost files.
+    Blocking. Call it in one process; of two calls at once into a bucket, one may have to be repeated. Needs no torch.
+    `dst` is new, or an earlier copy of the same run: then it gets what it lacks, and nothing in it is deleted. After an
+    interruption the same call continues. At every moment `dst` is a valid run, and its head is all there. It has the id
+    of `src`: it is the same run in another place, and a job may go on from either. A checkpoint that was asked for by
+    its selector is completed in `dst` where it lost files.
 
     A file that a checkpoint shares with earlier ones is written whole into its own folder, as by `compact`: each
     checkpoint of `dst` is self-contained, and `dst` takes as many bytes as if nothing had been shared.

@@ -16,6 +16,7 @@ from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, Sto
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
+from holdfast.format.tombstones import Abandoned
 from holdfast.io.buffers import BufferPool
 from holdfast.run.complete import is_abandoned
 from holdfast.run.history import Run
@@ -143,6 +144,11 @@ class RunCopy:
         self.outcome.num_kept += files.num_kept
         self.outcome.written_nbytes += files.written_nbytes
         target.add(seal_key, source.seal, unlike=lambda _: self._other_seal(seal_key))
+        # Nobody gives up a sealed checkpoint, so what is there now stays.
+        there = frozenset(target.storage.list(f"{CHECKPOINTS}/{folder}"))
+        lost = {fmt.NAME, *source.stored.manifest.file_names} - there
+        if lost:
+            raise _given_up_meanwhile(commit.place, target.storage.path(source.stored.key(min(lost))))
         if is_pinned:
             target.add_pin(commit.place)
         target.add_commit(commit.place, source.commit)
@@ -176,11 +182,18 @@ class RunCopy:
         storage.create(key, manifest)
 
     def _discard(self, folder: str) -> None:
-        """Delete the files of a checkpoint that cannot be copied whole; the manifest last."""
-        storage = self._target.storage
-        names = storage.list(f"{CHECKPOINTS}/{folder}")
+        """Delete the files of a checkpoint that cannot be copied whole; the manifest last.
+
+        In a store without locks, another call may copy the same checkpoint. So this takes the name of the seal until
+        all is deleted, and deletes nothing where that call was first.
+        """
+        storage, seal_key = self._target.storage, records.checkpoint_key(folder, SEAL_NAME)
+        if not storage.create(seal_key, records.encode(Abandoned(checkpoint=folder))):
+            return
+        names = {*storage.list(f"{CHECKPOINTS}/{folder}")} - {SEAL_NAME}
         for name in sorted(names, key=lambda name: name == fmt.NAME):
             storage.delete(records.checkpoint_key(folder, name))
+        storage.delete(seal_key)
 
     def _lease(self, place: Place, stack: ExitStack) -> None:
         """Keep the source's checkpoint at `place` from being deleted, until `stack` ends."""
@@ -226,3 +239,13 @@ class RunCopy:
             action="Copy into a new folder.",
             path=path,
         )
+
+
+def _given_up_meanwhile(place: Place, path: str) -> StorageError:
+    return StorageError(
+        f"checkpoint {place} lost files while it was copied ('{path}'): another call copies into the same run, and "
+        "gave it up.",
+        code="storage.vanished",
+        action="Repeat the copy, with one call at a time.",
+        path=path,
+    )

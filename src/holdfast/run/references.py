@@ -21,11 +21,12 @@ epoch, that checkpoint can never be committed, and the record does not count any
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from holdfast.errors import CorruptError, IncompatibleError, NotFoundError
+from holdfast.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from holdfast.format import records
 from holdfast.format.digests import DigestKind, digests_of
 from holdfast.format.manifest import Candidate
@@ -36,6 +37,8 @@ from holdfast.run.holds import Holds, create_by_name
 from holdfast.run.quarantine import in_quarantine
 from holdfast.run.reference_names import references_of
 
+_log = logging.getLogger(__name__)
+
 
 def candidates_for(
     run: Run, files: Collection[int], *, place: Place, folder: str, digests: DigestKind
@@ -44,9 +47,22 @@ def candidates_for(
     the new checkpoint at `place` in `folder`: those of the head. From then on, deletions keep them for it. `digests` is
     the kind of the new checkpoint: where the head has another one, no file of it can be equal.
 
-    Call it before the manifest is published. Some requests where there are `files`, else none.
+    Call it before the manifest is published. Some requests where there are `files`, else none. Where a request fails,
+    there are no candidates: a disk that cannot read an earlier checkpoint may be able to take a new one.
     """
-    head = _head_files(run) if files else None
+    if not files:
+        return ()
+    try:
+        return _found_for(run, files, place=place, folder=folder, digests=digests)
+    except StorageError as error:
+        _log.warning("checkpoint %s refers to no earlier one, and is written whole: %s", place, error.message)
+        return ()
+
+
+def _found_for(
+    run: Run, files: Collection[int], *, place: Place, folder: str, digests: DigestKind
+) -> tuple[Candidate, ...]:
+    head = _head_files(run)
     if head is None or head.digests is not digests or head.place in in_quarantine(run.storage):
         return ()
     kept = _kept_for(run, head)

@@ -3,14 +3,18 @@ has them."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+from holdfast.errors import StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import FileLayout
 from holdfast.format.manifest import Candidate, DecodedManifest
 from holdfast.format.records import FileSeal, Record
 from holdfast.store.timed import TimedStore
+
+_log = logging.getLogger(__name__)
 
 
 class Same(Record, frozen=True, kw_only=True, tag="same"):
@@ -50,10 +54,15 @@ class StoredFile(NamedTuple):
 
     def marked(self, seal: FileSeal) -> bool:
         """Create the mark of the file, durably, if it equals its candidate, as its entry of the seal says. False if it
-        does not, or if the candidate is gone or has lost bytes: then the file must be written."""
+        does not, or if the candidate is gone, has lost bytes or cannot be looked at: then the file must be written."""
         if not isinstance(seal.checkpoint, str):
             return False
-        if self.storage.nbytes(records.checkpoint_key(seal.checkpoint, seal.name)) != seal.nbytes:
+        try:
+            found = self.storage.nbytes(records.checkpoint_key(seal.checkpoint, seal.name))
+        except StorageError as error:
+            _log.warning("'%s' is written whole: %s", self.path, error.message)
+            return False
+        if found != seal.nbytes:
             return False
         self.storage.create(self._mark_key, records.encode(Same(checkpoint=seal.checkpoint)))
         return True
