@@ -25,6 +25,7 @@ from holdfast.errors import ConfigurationError, CorruptError, StorageError
 from holdfast.exporting import file_tasks
 from holdfast.exporting.file_tasks import RECORD_NAME
 from holdfast.io.meter import Meter
+from holdfast.store import posix
 from holdfast.store.posix import PosixStore
 from tests.exporting.exported_runs import bits
 from tests.support.command_line import ENVIRONMENT, damage
@@ -226,6 +227,22 @@ def test_of_two_equal_exports_at_once_one_succeeds_and_the_other_is_told_why(tmp
         assert sorted(map(str, map(type, found))) == sorted(map(str, (str, holdfast.ExportReport)))
         assert "config.destination" in found
         assert sum(len(load_file(file)) for file in dst.glob("*.safetensors")) == 20
+
+
+def test_of_two_exports_that_made_one_folder_one_ended_in_an_error_about_files_that_are_no_folders(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one had taken the temporary file of the first record for that of a dead call."""
+    give_name = posix._give_name
+
+    def deleted(temporary: str, path: str) -> bool:
+        monkeypatch.undo()
+        os.unlink(temporary)
+        return give_name(temporary, path)
+
+    monkeypatch.setattr(posix, "_give_name", deleted)
+    holdfast.export(run, tmp_path / "hf", shard_nbytes=1_000_000)
+    assert is_whole(tmp_path / "hf")
 
 
 def test_an_export_was_told_to_check_its_path_where_another_one_had_just_ended(

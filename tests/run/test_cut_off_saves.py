@@ -128,11 +128,14 @@ def between(number: int, work: Callable[[], object]) -> Watch:
     return watch
 
 
-def test_a_fenced_rank_that_writes_its_file_meanwhile_commits_a_whole_checkpoint_or_is_told() -> None:
+def late_writes(begun: Callable[[], tuple[Run, str, Callable[[Run], bool]]]) -> set[tuple[str, bool]]:
+    """Have a fenced rank write its file, and complete its save, between each two requests of a deletion: what became of
+    it, and whether the parts were deleted. `begun` returns a run, the folder of a save that was cut off at place 1.2,
+    and the deletion, which says whether it took the parts."""
     outcomes = set()
     for number in range(1000):
-        run = new_run()
-        folder, told = cut_off(run, Place(1, 2)), list[str]()
+        run, folder, delete = begun()
+        told = list[str]()
 
         def write_late(run: Run = run, folder: str = folder, told: list[str] = told) -> None:
             try:
@@ -142,15 +145,27 @@ def test_a_fenced_rank_that_writes_its_file_meanwhile_commits_a_whole_checkpoint
             except (FencedError, NotFoundError) as error:
                 told.append(error.code)
 
-        done = prune(watched(run, between(number, write_late)))
+        is_deleted = delete(watched(run, between(number, write_late)))
         if not told:
             break
-        outcomes.add((told[0], bool(done.cut_off)))
+        outcomes.add((told[0], is_deleted))
         if run.is_committed(Place(1, 2)):
             check(run, run.find(place=Place(1, 2)))
         assert run.head_place() == HEAD
+    return outcomes
+
+
+def check_late_writes(outcomes: set[tuple[str, bool]]) -> None:
     assert {("committed", False), ("fenced.given_up", True)} <= outcomes
     assert ("committed", True) not in outcomes
+
+
+def test_a_fenced_rank_that_writes_its_file_meanwhile_commits_a_whole_checkpoint_or_is_told() -> None:
+    def begun() -> tuple[Run, str, Callable[[Run], bool]]:
+        run = new_run()
+        return run, cut_off(run, Place(1, 2)), lambda watched: bool(prune(watched).cut_off)
+
+    check_late_writes(late_writes(begun))
 
 
 def test_a_deletion_between_two_requests_of_a_fenced_rank_leaves_no_half_checkpoint() -> None:

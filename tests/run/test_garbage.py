@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.verification import verify_checkpoint
-from holdfast.errors import FencedError, NotFoundError, StorageError
+from holdfast.errors import StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.hold_records import Pin, pin_key
@@ -31,7 +32,7 @@ from holdfast.run.resumes import ResumeLimit
 from holdfast.run.retention import Retention
 from holdfast.store.posix import PosixStore
 from holdfast.testing.memory_store import MemoryStore
-from tests.run.test_cut_off_saves import between, watched
+from tests.run.test_cut_off_saves import between, check_late_writes, late_writes, watched
 from tests.run.test_reference_races import HEAD as REFERRING
 from tests.run.test_reference_races import HOLDER, saved_run
 from tests.run.test_reference_races import write as write_with_references
@@ -282,29 +283,13 @@ def test_files_that_only_a_cut_off_save_needs_go_with_its_parts_in_one_call() ->
 
 
 def test_a_fenced_rank_that_finishes_its_save_meanwhile_commits_a_whole_checkpoint_or_is_told() -> None:
-    outcomes = set()
-    for number in range(1000):
-        run, told = new_run(), list[str]()
+    def begun() -> tuple[Run, str, Callable[[Run], bool]]:
+        run = new_run()
         folder = cut_off(run, Place(1, 2))
         plan = plan_collection(run)
+        return run, folder, lambda watched: bool(collect(watched, plan).deleted)
 
-        def write_late(run: Run = run, folder: str = folder, told: list[str] = told) -> None:
-            try:
-                write_data(run, folder, 1)
-                complete(run, folder)
-                told.append("committed")
-            except (FencedError, NotFoundError) as error:
-                told.append(error.code)
-
-        done = collect(watched(run, between(number, write_late)), plan)
-        if not told:
-            break
-        outcomes.add((told[0], bool(done.deleted)))
-        if run.is_committed(Place(1, 2)):
-            check(run, run.find(place=Place(1, 2)))
-        assert run.head_place() == HEAD
-    assert {("committed", False), ("fenced.given_up", True)} <= outcomes
-    assert ("committed", True) not in outcomes
+    check_late_writes(late_writes(begun))
 
 
 def test_two_collections_at_once_delete_the_same_and_nothing_else() -> None:

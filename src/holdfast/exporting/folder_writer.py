@@ -90,13 +90,7 @@ def finished_files(storage: Store, folder: NewFolder, state: StoredState) -> Exp
     held = {name: _record_at(storage, name) for name in records}
     is_ours = all(_is_record_of(name, data, folder, state) for name, data in held.items())
     if wrong or not is_ours:
-        other = f", such as {wrong[0]}" if wrong else ""
-        raise ConfigurationError(
-            f"{where} holds a part of another export{other}.",
-            code="config.destination",
-            action="Repeat that export as it was begun, or name another folder, or remove this one.",
-            path=where,
-        )
+        raise _of_another_export(where, f", such as {wrong[0]}" if wrong else "")
     digests: dict[str, str | None] = dict.fromkeys(files)
     for name in records:
         if name != RECORD_NAME:
@@ -109,13 +103,16 @@ def check_no_export(above: Store) -> None:
     """Raise `ConfigurationError`, code ``config.destination``, where the place `above` a new folder is itself the
     folder of an export that has not ended: that one would end in an error, because it finds the new folder."""
     if any(name == RECORD_NAME or is_files_record(name) for name in above.list("")):
-        where = above.location.url
-        raise ConfigurationError(
-            f"{where} holds a part of another export.",
-            code="config.destination",
-            action="Repeat that export as it was begun, or name another folder, or remove this one.",
-            path=where,
-        )
+        raise _of_another_export(above.location.url)
+
+
+def _of_another_export(where: str, example: str = "") -> ConfigurationError:
+    return ConfigurationError(
+        f"{where} holds a part of another export{example}.",
+        code="config.destination",
+        action="Repeat that export as it was begun, or name another folder, or remove this one.",
+        path=where,
+    )
 
 
 def _files_in(storage: Store, folder: NewFolder) -> Iterator[str]:
@@ -181,9 +178,22 @@ def write_folder(
     _check_space(storage, sum(file.nbytes for file in folder.files if file.name not in found.digests))
     place = storage.location.folder
     if place is not None and not place.exists():
-        storage.create(RECORD_NAME, msgspec.json.encode(_record(folder, state)))  # makes the folder, durably
+        _make(storage, place, msgspec.json.encode(_record(folder, state)))
     with only_writer(place, "writes an export to"):
         return _write(storage, folder, state, workforce, advance, read_back=read_back, finish=finish)
+
+
+def _make(storage: Store, place: Path, record: bytes) -> None:
+    """Make the new folder `place`, durably, with the record in it.
+
+    Another call may make it meanwhile, and delete the temporary file of this record as that of a dead call. Then the
+    lock of the folder says which one goes on.
+    """
+    try:
+        storage.create(RECORD_NAME, record)
+    except StorageError:
+        if not place.is_dir():
+            raise
 
 
 def _write(
