@@ -100,12 +100,9 @@ KILLED = """
 import os, signal, sys
 import holdfast
 from holdfast.store import posix
-give_name = posix._give_name
 def killed(temporary, path):
-    if path.endswith("latest_checkpointed_iteration.txt"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return give_name(temporary, path)
-posix._give_name = killed
+    os.kill(os.getpid(), signal.SIGKILL)
+posix._take_name = killed
 holdfast.export(sys.argv[1], sys.argv[2], "megatron")
 """
 
@@ -120,6 +117,20 @@ def test_a_kill_while_the_tracker_was_written_left_a_temporary_file_for_ever(tmp
     os.utime(leftover, (0, 0))  # a new one could be that of another call
     holdfast.export(tmp_path / "run", tmp_path / "new", "megatron")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["iter_0000003", TRACKER]
+
+
+def test_a_kill_while_the_tracker_was_written_left_an_older_iteration_without_one(tmp_path: Path) -> None:
+    """Megatron without a tracker file begins with random weights, although the older iteration is there."""
+    for step in (1, 3):
+        holdfast.save(tmp_path / f"run-{step}", {"model": {"weight": torch.full((2,), float(step))}}, step)
+    holdfast.export(tmp_path / "run-1", tmp_path / "new", "megatron")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run-3"), str(tmp_path / "new")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert holdfast.open(tmp_path / "new").step == 1
+    holdfast.export(tmp_path / "run-3", tmp_path / "new", "megatron")
+    found = holdfast.open(tmp_path / "new")
+    assert (found.step, found["model/weight"][...].tolist()) == (3, [3.0, 3.0])
 
 
 @pytest.mark.parametrize("other", ["hf", "dcp"])

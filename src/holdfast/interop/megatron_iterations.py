@@ -17,6 +17,7 @@ from holdfast.format.names import shown
 from holdfast.interop.dcp import METADATA
 from holdfast.interop.foreign_format import ForeignFolder, damaged, unreadable
 from holdfast.store.base import Store
+from holdfast.store.posix import PosixStore
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ def iteration_name(step: int) -> str:
 
 def write_tracker(above: Store, name: str) -> None:
     """Have the tracker file name the folder `name`, as Megatron does after a save. It stays where it names a later
-    iteration, from which Megatron would go on, and the log says so. Raises as `check_tracker`."""
+    iteration, from which Megatron would go on, and the log says so. In a folder of this machine it is never missing
+    meanwhile: without it, Megatron begins anew. Raises as `check_tracker`."""
     iteration = _iteration(name)
     there = check_tracker(above)
     if iteration is not None and there.isdigit() and int(there) > iteration:
@@ -76,10 +78,15 @@ def write_tracker(above: Store, name: str) -> None:
             "'%s' keeps naming iteration %d, which is later than %d", above.path(TRACKER), int(there), iteration
         )
         return
-    above.delete(TRACKER)
     for leftover in above.leftovers("", older_than_s=_LEFTOVER_S):  # of a call that was killed here
         above.delete(leftover)
-    above.create(TRACKER, (RELEASE if iteration is None else str(iteration)).encode())
+    text = (RELEASE if iteration is None else str(iteration)).encode()
+    folder = above.location.folder
+    if folder is not None:
+        PosixStore(str(folder)).replace(TRACKER, text)
+        return
+    above.delete(TRACKER)
+    above.create(TRACKER, text)
 
 
 def check_tracker(above: Store) -> bytes:

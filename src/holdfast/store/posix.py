@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.store.base import Bytes, Capabilities, Location
@@ -109,6 +110,17 @@ class PosixStore:
 
         The existing object, too, is durable on return, whichever process created it.
         """
+        return self._create(key, data, _give_name)
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Publish `data` under `key`, atomically and durably, in place of an object that may be there.
+
+        Nothing in a run is ever replaced. This is for a file of another system that names the newest of something: a
+        reader finds the old one or the new one, whenever this process dies.
+        """
+        self._create(key, data, _take_name)
+
+    def _create(self, key: str, data: bytes, publish: Callable[[str, str], bool]) -> bool:
         path = self._path_to_create(key)
         temporary = _temporary_beside(path)
         with reported("create", path, nbytes=len(data)):
@@ -118,7 +130,7 @@ class PosixStore:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                created = _give_name(temporary, path)
+                    created = publish(temporary, path)
                 _fsync_folder(os.path.dirname(path))
             finally:
                 _remove(temporary)
@@ -461,6 +473,12 @@ def _give_name(temporary: str, path: str) -> bool:
         if error.errno not in _UNSUPPORTED:
             raise
         raise unfenced(path) from error
+
+
+def _take_name(temporary: str, path: str) -> bool:
+    """As `_give_name`, in place of a file that has the name."""
+    os.replace(temporary, path)
+    return True
 
 
 def _fsync_folder(folder: str) -> None:
