@@ -85,7 +85,9 @@ def leaves_no_thread_and_no_open_file() -> Iterator[None]:
     gc.collect()  # of what tests before left
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
-    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
+    # There may be less: a thread of a test before may have ended meanwhile.
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def write(storage: PosixStore, key: str, content: Bytes, pool: BufferPool, *, data_start: int = PAGE) -> bytes:

@@ -377,8 +377,8 @@ STORAGE_MUTATIONS = [
     Mutation(  # a removal deletes files that others refer to
         "run/test_reference_races.py::test_no_committed_checkpoint_ever_lacks_bytes[False-remove_both]",
         "run/removal.py",
-        "    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)\n",
-        "    are_needed = False\n",
+        "    return any(map(fmt.is_still_name, names)) and folder in needed_folders(run)\n",
+        "    return False\n",
     ),
     Mutation(  # a save does not look for the tombstone of what it refers to
         "run/test_reference_races.py::test_no_committed_checkpoint_ever_lacks_bytes[False-remove_holder]",
@@ -425,14 +425,14 @@ STORAGE_MUTATIONS = [
     Mutation(  # parts of the newest epoch are deleted
         "run/test_cut_off_saves.py::test_what_the_newest_epoch_has_under_way_stays",
         "run/uncommitted.py",
-        "if place.epoch >= epoch or is_known",
-        "if place.epoch > epoch or is_known",
+        "        if place.epoch >= epoch:\n",
+        "        if place.epoch > epoch:\n",
     ),
     Mutation(  # whole checkpoints without a commit are deleted
         "run/test_cut_off_saves.py::test_a_save_of_an_older_epoch_that_lacks_only_its_commit_stays_and_the_doctor_commits_it",
         "run/uncommitted.py",
-        "        return bool(missing_files(self._run.storage, stored))\n",
-        "        return True\n",
+        '        if not missing_files(self._run.storage, stored):\n            return Objection("complete"',
+        '        if False:\n            return Objection("complete"',
     ),
     Mutation(  # parts are deleted without a record
         "run/test_cut_off_saves.py::test_a_fenced_rank_that_writes_its_file_meanwhile_commits_a_whole_checkpoint_or_is_told",

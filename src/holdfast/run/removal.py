@@ -24,6 +24,8 @@ is not the head any more: the epoch's record goes on to say where the lineage co
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from holdfast.errors import ConfigurationError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -117,7 +119,7 @@ def _delete_files(run: Run, folder: str) -> bool:
     Nobody begins to refer to the files any more: the checkpoint is hidden, or was never sealed.
     """
     names = run.storage.list(f"{CHECKPOINTS}/{folder}")
-    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
+    are_needed = _are_needed(run, folder, names)
     for name in names:
         if _goes_with_data(name, are_needed=are_needed):
             run.storage.delete(records.checkpoint_key(folder, name))
@@ -129,6 +131,11 @@ def _delete_files(run: Run, folder: str) -> bool:
     return not are_needed
 
 
+def _are_needed(run: Run, folder: str, names: Collection[str]) -> bool:
+    """Whether others refer to still files among the `names` in a folder."""
+    return any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
+
+
 def _goes_with_data(name: str, *, are_needed: bool) -> bool:
     """Whether a deletion takes the file of this name with the data files. If `are_needed`, still files stay."""
     return fmt.is_mark_name(name) or (fmt.is_file_name(name) and not (are_needed and fmt.is_still_name(name)))
@@ -138,7 +145,7 @@ def doomed_keys(run: Run, place: Place | None, folder: str) -> list[str]:
     """The keys in ``checkpoints/<folder>`` that `remove_place` would delete, or `abandon` without a `place`. Changes
     nothing."""
     names = run.storage.list(f"{CHECKPOINTS}/{folder}")
-    are_needed = any(map(fmt.is_still_name, names)) and folder in needed_folders(run)
+    are_needed = _are_needed(run, folder, names)
     own = ([] if place is None else [SEAL_NAME]) + ([] if are_needed else [fmt.NAME])
     taken = [name for name in names if name in own or _goes_with_data(name, are_needed=are_needed)]
     taken += run.storage.leftovers(f"{CHECKPOINTS}/{folder}")
