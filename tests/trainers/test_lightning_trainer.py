@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast import ConfigurationError, StateError
+from holdfast import ConfigurationError, StateError, StopAfter, StorageError
 from holdfast.data import GlobalOrder
 from tests.trainers.stored import contents
 
@@ -94,6 +94,22 @@ def fit(
     except FitStoppedError:
         assert model.stop >= 0
     return saves
+
+
+def test_a_fit_went_on_for_ever_on_a_store_that_failed(tmp_path: Path) -> None:
+    """The callback did not take what a `Checkpointer` takes against that."""
+
+    class Breaking(Noisy):
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            if self.trainer.global_step == 2:
+                (tmp_path / "run/checkpoints").rename(tmp_path / "kept")
+                (tmp_path / "run/checkpoints").touch()
+            return super().training_step(batch)
+
+    model = Breaking()
+    with pytest.raises(StorageError, match=r"storage\.stopped.*2 saves in a row"):
+        fit(tmp_path / "run", model, save=holdfast.EverySteps(1), on_failed_save=StopAfter(missed=2))
+    assert model.num_batches == 4
 
 
 @pytest.mark.parametrize(

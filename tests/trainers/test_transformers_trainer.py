@@ -80,7 +80,8 @@ class Job:
     ) -> None:
         start_new_job()
         self.model = Regression()
-        saves = {name: options.pop(name) for name in ("save", "keep", "extra", "at", "select") if name in options}
+        own = ("save", "keep", "extra", "at", "select", "on_failed_save")
+        saves = {name: options.pop(name) for name in own if name in options}
         callbacks = options.pop("callbacks", [])
         datasets = {"train_dataset": options.pop("train", ROWS), "eval_dataset": options.pop("evaluate", ROWS[:8])}
         kind = options.pop("trainer", StoppedTrainer)
@@ -110,6 +111,24 @@ class Job:
             "step": self.trainer.state.global_step,
             "epoch": self.trainer.state.epoch,
         }
+
+
+class Breaking(StoppedTrainer):
+    """A Trainer whose run can hold no further checkpoint after three steps."""
+
+    def training_step(self, *arguments: Any) -> Tensor:
+        if self.state.global_step == 3:
+            checkpoints = Path(self.args.output_dir).parent / "run/checkpoints"
+            checkpoints.rename(checkpoints.parent.parent / "kept")
+            checkpoints.touch()
+        return super().training_step(*arguments)
+
+
+def test_a_job_went_on_for_ever_on_a_store_that_failed(tmp_path: Path) -> None:
+    """The callback did not take what a `Checkpointer` takes against that."""
+    options: State = {"trainer": Breaking, "on_failed_save": holdfast.StopAfter(missed=2), "max_steps": 30}
+    with pytest.raises(holdfast.StorageError, match=r"storage\.stopped.*2 saves in a row.*that of step 1"):
+        Job(str(tmp_path / "run"), **options)
 
 
 def steps_of(run: str) -> list[int]:

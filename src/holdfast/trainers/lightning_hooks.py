@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol
 
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.events import EventListener
@@ -16,6 +16,7 @@ from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.tested_versions import warn_untested
 from holdfast.options import checked_number
 from holdfast.policy.keep import KeepBest, KeepPolicy, parts_of
+from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import Auto, OnPreemption, OnRequest, SavePolicy
 from holdfast.state.per_rank import PerRank
 from holdfast.state.random_state import RandomState
@@ -58,6 +59,7 @@ class LightningHooks:
         select: str | Sequence[str] | None = None,
         at: str | None = None,
         listeners: Sequence[EventListener] = (),
+        on_failed_save: Literal["warn"] | StopAfter = "warn",
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class LightningHooks:
             max_resumes=None,
             takeover=False,
             when_full="wait",
-            on_failed_save="warn",
+            on_failed_save=on_failed_save,
             timeout_s=timeout_s,
         )
         if not isinstance(save, SavePolicy):
@@ -89,6 +91,7 @@ class LightningHooks:
         self._select = select
         self._at = at
         self._listeners = listeners
+        self._on_failed_save = on_failed_save
         self._timeout_s = timeout_s
         #: The fit that is running; None between fits.
         self._fit: LightningFit | None = None
@@ -120,6 +123,7 @@ class LightningHooks:
             keep=self._keep,
             select=self._select,
             listeners=self._listeners,
+            on_failed_save=self._on_failed_save,
             timeout_s=self._timeout_s,
         )
         self._fit = LightningFit(

@@ -24,7 +24,8 @@ class LightningCheckpoint(LightningHooks, Checkpoint):  # type: ignore[misc] # L
     `order` is the order of `holdfast.data` that the loader has as its batch sampler: it is saved, and advances with
     each batch. `extra` is a dict of further entries of the state, which a load fills. `select` are globs of names, as
     in `holdfast.save`. `at`, such as ``"step=700"``, is the checkpoint that the first `fit` begins with, in place of
-    the newest one. `listeners` and `timeout_s` are those of the `Checkpointer`.
+    the newest one. `listeners`, `on_failed_save` and `timeout_s` are those of the
+    `Checkpointer`.
 
     After a preemption `fit` returns early, on all ranks after the same step, and without the hooks of the end of the
     epoch and of the training: end the script with ``sys.exit(callback.exit_code)``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import tyro
 
@@ -17,6 +17,7 @@ from holdfast.frameworks.tested_versions import imports_of, warn_untested
 from holdfast.frameworks.titan_containers import TitanParts
 from holdfast.loading import load
 from holdfast.policy.keep import KeepLast, KeepPolicy
+from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import EverySteps, OnPreemption, SavePolicy
 from holdfast.state.random_state import RandomState
 
@@ -34,7 +35,7 @@ with imports_of("torchtitan"):
 __all__ = ["TorchtitanManager"]
 
 #: The fields of the config that torchtitan does not have.
-_OWN: Final = ("save", "keep", "memory", "listeners", "timeout_s")
+_OWN: Final = ("save", "keep", "memory", "listeners", "on_failed_save", "timeout_s")
 _RANDOM: Final = "random"
 _ALONE: Final = "Leave it out; `holdfast export` writes weights alone, in another dtype and for Hugging Face."
 #: Options of torchtitan that have no place here, and what to do instead.
@@ -56,8 +57,8 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
     Fields of torchtitan: `folder` below the dump folder is the run; `interval`, unless `save` is a policy;
     `keep_latest_k`, unless `keep` is one; `load_step`; `exclude_from_loading`; `enable_first_step_checkpoint`;
     `load_only`. In a run without checkpoints, the options `initial_load_...` load what torchtitan's own manager loads.
-    Fields of our own, which the command line does not show: `save`, `keep`, `memory`, `listeners` and `timeout_s`, as
-    for `Checkpointer`.
+    Fields of our own, which the command line does not show: `save`, `keep`, `memory`, `listeners`, `on_failed_save` and
+    `timeout_s`, as for `Checkpointer`.
 
     After a preemption, `train` ends on all ranks after the same step, with `SystemExit` and code 75.
 
@@ -76,6 +77,7 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
         keep: Annotated[KeepPolicy | None, tyro.conf.Suppress] = None
         memory: Annotated[Memory | None, tyro.conf.Suppress] = field(default_factory=Memory)
         listeners: Annotated[Sequence[EventListener], tyro.conf.Suppress] = ()
+        on_failed_save: Annotated[Literal["warn"] | StopAfter, tyro.conf.Suppress] = "warn"
         timeout_s: Annotated[float, tyro.conf.Suppress] = 600.0
 
         def to_dict(self) -> dict[str, Any]:
@@ -128,6 +130,7 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
             save=EverySteps(config.interval) | OnPreemption() if config.save is None else config.save,
             keep=kept if config.keep is None else config.keep,
             listeners=config.listeners,
+            on_failed_save=config.on_failed_save,
             timeout_s=config.timeout_s,
         )
 

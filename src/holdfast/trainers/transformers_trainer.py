@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,6 +23,7 @@ from holdfast.frameworks.tested_versions import warn_untested
 from holdfast.loading import load
 from holdfast.phases import LOG
 from holdfast.policy.keep import KeepBest, KeepLast, KeepPolicy, parts_of
+from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import OnPreemption, SavePolicy
 from holdfast.run.manage import ls
 from holdfast.saving import run_location
@@ -61,8 +62,8 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
     `save_total_limit` of them, and the best one by `metric_for_best_model`). With `load_best_model_at_end`, the model
     is that of the best checkpoint when training ends. A finished job that is started again trains no step.
 
-    With `at`, such as ``"step=700"``, it goes on from that checkpoint. `memory`, `select`, `listeners`, `max_resumes`
-    and `timeout_s` are those of the `Checkpointer`.
+    With `at`, such as ``"step=700"``, it goes on from that checkpoint. `memory`, `select`, `listeners`,
+    `on_failed_save`, `max_resumes` and `timeout_s` are those of the `Checkpointer`.
 
     If an exception ends training, the newest snapshot in memory becomes durable by itself. As a context manager, it
     also lets go of signals and memory then.
@@ -83,6 +84,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
         extra: Mapping[str, object] | None = None,
         at: str | None = None,
         listeners: Sequence[EventListener] = (),
+        on_failed_save: Literal["warn"] | StopAfter = "warn",
         max_resumes: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
@@ -95,6 +97,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
         self._extra = extra or {}
         self._at = at
         self._listeners = listeners
+        self._on_failed_save = on_failed_save
         self._max_resumes = max_resumes
         self._timeout_s = timeout_s
         self._checkpointer: Checkpointer | None = None
@@ -147,6 +150,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
             keep=keep,
             select=self._select,
             listeners=self._listeners,
+            on_failed_save=self._on_failed_save,
             max_resumes=self._max_resumes,
             timeout_s=self._timeout_s,
         )
