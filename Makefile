@@ -19,7 +19,7 @@ demo: $(VENV)/peers.stamp
 
 # Two at a time, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest -q -n 2 --dist loadfile
+	$(VENV)/bin/pytest -q -n 3 --dist loadfile
 
 # No stacks in mid-run: faulthandler reads the frames of threads that go on running, and that crashed a long test.
 test-slow: $(VENV)/dev.stamp
