@@ -150,6 +150,33 @@ def step(model: nn.Linear, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [AdamW, NAdam])
+@pytest.mark.parametrize(("saved", "here"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_the_step_of_adam_failed_after_a_cast_of_a_parameter_without_axes(
+    tmp_path: Path, kind: Callable[..., Optimizer], saved: torch.dtype, here: torch.dtype
+) -> None:
+    def scale(dtype: torch.dtype) -> tuple[nn.ParameterDict, Optimizer]:
+        model = nn.ParameterDict({"scale": torch.tensor(1.0, dtype=dtype)})
+        optimizer = kind(model.parameters())
+        return model, optimizer
+
+    def step_of_scale(model: nn.ParameterDict, optimizer: Optimizer) -> None:
+        model["scale"].grad = torch.ones_like(model["scale"])
+        optimizer.step()
+
+    model, optimizer = scale(saved)
+    step_of_scale(model, optimizer)
+    holdfast.save(tmp_path / "run", {"m": model, "o": optimizer}, 1)
+    live, its_optimizer = scale(here)
+    with pytest.raises(IncompatibleError, match=r"incompatible\.slot_dtype"):
+        holdfast.load(tmp_path / "run", {"m": live, "o": its_optimizer}, cast="m")
+    holdfast.load(tmp_path / "run", {"m": live, "o": its_optimizer}, cast=True)
+    stored, found = optimizer.state[model["scale"]], its_optimizer.state[live["scale"]]
+    assert torch.equal(bits(found["exp_avg"]), bits(stored["exp_avg"].to(here)))
+    assert found["step"].dtype is stored["step"].dtype
+    step_of_scale(live, its_optimizer)
+
+
 def test_optimizer_state_keeps_the_dtype_that_it_was_stored_in(tmp_path: Path) -> None:
     model, optimizer = trained(partial(SGD, momentum=0.9), torch.float32)
     holdfast.save(tmp_path / "run", {"m": model, "o": optimizer}, 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from functools import reduce
 from itertools import compress, repeat
 from operator import itemgetter
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import torch
 from torch.optim import Optimizer
@@ -107,6 +107,8 @@ def bind_optimizer(path: str, optimizer: Optimizer, source: BindingSource) -> Fi
     return finish
 
 
+#: The slots of torch's optimizers that are numbers.
+_NUMBERS: Final = frozenset({"step", "eta", "mu", "mu_product"})
 #: A bound slot: the tensor that the load fills, or a function that returns the slot after the load.
 _Slot: TypeAlias = torch.Tensor | Finish
 #: A parameter, its bound slots, and whether its steps are counted on its device.
@@ -234,7 +236,9 @@ def _check_dtypes(
         others = {
             component(key): slot.dtype
             for key, slot in slots_of.get(entry.tensor, {}).items()
-            if isinstance(slot, torch.Tensor) and slot.dim() and slot.dtype is not entry.tensor.dtype
+            if isinstance(slot, torch.Tensor)
+            and slot.dtype is not entry.tensor.dtype
+            and not _is_number(component(key), tuple(slot.shape), entry)
         }
         follow = [name for name in (join(state, slot) for slot in others) if _cast(name, entry, source, None)]
         if not follow and source.recast.isdisjoint([entry.name, *(join(state, slot) for slot in others)]):
@@ -366,7 +370,15 @@ def _cast(name: str, parameter: NamedTensor, source: BindingSource, flat: torch.
     owner, dtype = source.stored(parameter.name), parameter.tensor.dtype
     if owner is None or getattr(torch, owner.dtype, None) is dtype:
         return None
-    return dtype if kept is not None and kept.dtype == owner.dtype and kept.shape else None
+    if kept is None or kept.dtype != owner.dtype or _is_number(name.rpartition("/")[2], kept.shape, parameter):
+        return None
+    return dtype
+
+
+def _is_number(slot: str, shape: Shape, parameter: NamedTensor) -> bool:
+    """Whether a slot is one number for its parameter, which keeps its dtype. A parameter without axes has moments
+    without axes, too."""
+    return not shape and (slot in _NUMBERS or parameter.tensor.dim() > 0)
 
 
 def _flat_dtype(optimizer: Optimizer) -> torch.dtype | None:
