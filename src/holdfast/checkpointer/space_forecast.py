@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 class SpaceForecast:
-    """Warns once when the disk of the run has room for few more saves. It looks when a loop begins and after commits.
+    """Warns once when the disk of the run has room for few more saves.
 
-    Object stores have no size, so nothing is told about them.
+    It looks at the start of a loop, and after each commit. Object stores have no size, so nothing is told about them.
     """
 
     def __init__(self, policy: KeepPolicy | None, run: Callable[[], Location]) -> None:

@@ -64,7 +64,7 @@ class CollectionPlan:
 
 @dataclass
 class CollectionOutcome:
-    """What a collection has deleted, and the garbage that it `left` because somebody has needed it meanwhile."""
+    """A collection has `deleted` some garbage, and `left` the rest, which somebody has needed meanwhile."""
 
     deleted: list[Garbage] = field(default_factory=list)
     left: list[Garbage] = field(default_factory=list)
@@ -90,9 +90,9 @@ def plan_collection(run: Run, *, grace_s: float = GRACE_S) -> CollectionPlan:
 
 
 def collect(run: Run, plan: CollectionPlan, *, told: Callable[[Garbage], None] = lambda _: None) -> CollectionOutcome:
-    """Delete the garbage of `plan`, durably, and what becomes garbage by that. `told` hears of each deleted thing.
+    """Delete the garbage of `plan`, durably. Then delete what has become garbage by that.
 
-    What somebody needs by now stays: each thing is looked at again.
+    `told` gets each deleted thing. What somebody needs by now stays: each thing is looked at again.
     """
     done = CollectionOutcome()
     for each in _collected(run, plan, done):

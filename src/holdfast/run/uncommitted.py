@@ -232,7 +232,7 @@ class Uncommitted:
         return "none" if self._seal is not None and self._sealed_at is None else "remove"
 
     def _read_seal(self) -> bytes | None:
-        """What has the name of the seal; None where a deletion has taken it since it was listed."""
+        """Read the file with the name of the seal; None where a deletion has taken it since it was listed."""
         try:
             return self._run.storage.read(records.checkpoint_key(self.folder, SEAL_NAME))
         except NotFoundError:
