@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.io.buffers import run_threads
 from holdfast.store.objects import ObjectStore
-from holdfast.store.rate_limit import Pace, RateLimits
+from holdfast.store.rate_limit import RequestPace, RateLimits
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import location_of, text_of
 from tests.store.test_posix_storage import random_bytes
@@ -50,7 +50,7 @@ def test_no_request_begins_before_those_before_it_have_had_their_time(
     asked: list[tuple[float, int]], bytes_per_s: float, requests_per_s: float
 ) -> None:
     now_s = 0.0
-    pace = Pace("s3://b/run", RateLimits(bytes_per_s, requests_per_s), now=lambda: now_s)
+    pace = RequestPace("s3://b/run", RateLimits(bytes_per_s, requests_per_s), now=lambda: now_s)
     sent_nbytes = 0
     for number, (pause_s, nbytes) in enumerate(asked):
         now_s += pause_s if number else 0.0
@@ -63,14 +63,14 @@ def test_no_request_begins_before_those_before_it_have_had_their_time(
 
 def test_a_place_that_was_left_alone_is_free_at_once() -> None:
     now_s = 0.0
-    pace = Pace("s3://b/run", RateLimits(100.0, 1.0), now=lambda: now_s)
+    pace = RequestPace("s3://b/run", RateLimits(100.0, 1.0), now=lambda: now_s)
     assert [pace.delay_s(nbytes=400), pace.delay_s(nbytes=1), pace.delay_s()] == [0.0, 4.0, 2.0]
     now_s = 60.0
     assert [pace.delay_s(nbytes=1), pace.delay_s(nbytes=1)] == [0.0, 1.0]
 
 
 def test_without_a_limit_nothing_waits() -> None:
-    pace = Pace("s3://b/run", RateLimits())
+    pace = RequestPace("s3://b/run", RateLimits())
     assert [pace.delay_s(nbytes=1 << 40) for _ in range(9)] == [0.0] * 9
 
 

@@ -32,7 +32,7 @@ from holdfast.store.base import Bytes
 from holdfast.store.object_client import Bucket, ObjectClient
 from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, reported
 from holdfast.store.posix_errors import exists
-from holdfast.store.rate_limit import Pace
+from holdfast.store.rate_limit import RequestPace
 
 Ts = TypeVarTuple("Ts")
 
@@ -121,7 +121,7 @@ class StreamedObjectWriter:
         nbytes: int,
         part_nbytes: int = PART_NBYTES,
         left_s: Callable[[], float] = lambda: math.inf,
-        pace: Pace,
+        pace: RequestPace,
     ) -> None:
         """``left_s`` is the time that the caller has left: the upload is given up when it is over. Parts are sent at
         this `pace`."""

@@ -30,7 +30,7 @@ from holdfast.store.object_errors import (
 from holdfast.store.object_urls import ObjectPlace
 from holdfast.store.object_writer import PART_NBYTES, StreamedObjectWriter, WholeObjectWriter
 from holdfast.store.posix_errors import long, short
-from holdfast.store.rate_limit import Pace, pace_of
+from holdfast.store.rate_limit import RequestPace, pace_of
 
 T = TypeVar("T")
 
@@ -250,7 +250,9 @@ class ObjectReader:
     alignment = 1
     memory = None
 
-    def __init__(self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float], pace: Pace) -> None:
+    def __init__(
+        self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float], pace: RequestPace
+    ) -> None:
         self._client, self._key, self._path, self._left_s, self._pace = client, key, path, left_s, pace
         pace.wait(left_s)
         with reported("open", path):

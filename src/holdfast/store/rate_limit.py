@@ -22,7 +22,7 @@ class RateLimits(NamedTuple):
     requests_per_s: float = math.inf
 
 
-class Pace:
+class RequestPace:
     """The requests of this process to the place `url`, within `limits`. Threads share it."""
 
     def __init__(self, url: str, limits: RateLimits, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -62,9 +62,9 @@ class Pace:
             time.sleep(delay_s)
 
 
-_paces: Final[dict[tuple[str, RateLimits], Pace]] = {}
+_paces: Final[dict[tuple[str, RateLimits], RequestPace]] = {}
 
 
-def pace_of(url: str, limits: RateLimits) -> Pace:
+def pace_of(url: str, limits: RateLimits) -> RequestPace:
     """The pace of this process at `url`. All stores that name the place and the limits alike share it."""
-    return _paces.setdefault((url, limits), Pace(url, limits))
+    return _paces.setdefault((url, limits), RequestPace(url, limits))
