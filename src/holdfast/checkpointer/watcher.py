@@ -79,7 +79,7 @@ class Watcher:
 
     def add(self, machine: SaveMachine, checkpoint_id: str, slot: Slot | None, *, part: DiskPart | None = None) -> None:
         """Watch a save that was handed to the keeper, until it ends."""
-        contents = None if slot is None else slot.record.contents
+        contents = None if part is None or slot is None else slot.record.contents
         files = () if contents is None else tuple(each.file for each in contents.files)
         with self._lock:
             self._pending.append(_Pending(machine, checkpoint_id, slot, part, files))
