@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.io.buffers import run_threads
 from holdfast.store.objects import ObjectStore
-from holdfast.store.rate_limit import RequestPace, RateLimits
+from holdfast.store.rate_limit import RateLimits, RequestPace
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import location_of, text_of
 from tests.store.test_posix_storage import random_bytes
