@@ -191,7 +191,8 @@ def _mark(store: Store, name: str) -> Mark:
         status = Path(path).stat()
     except OSError:
         return None  # the reader of the file says what is wrong
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    # Some writers set the old time of modification again. Nobody sets the time of the last change.
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 def replaced(path: str) -> CorruptError:
