@@ -523,7 +523,7 @@ def trace(
     events: EventsOption = "",
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="The trace. Default: RUN-trace.json, here.")] = "",
 ) -> None:
-    """Write a trace of all saves and restores, for each rank and phase. Perfetto opens it (ui.perfetto.dev)."""
+    """Write a trace of all saves and restores. Shows each rank and phase; Perfetto opens it (ui.perfetto.dev)."""
     from holdfast.cli.trace import trace
 
     trace(run, events=events, out=out)
