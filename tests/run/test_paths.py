@@ -205,3 +205,11 @@ def test_a_selector_follows_the_options_of_an_object_store(text: str, location: 
     found = parse(text)
     assert (found.location, found.step) == (location, step)
     assert parse(location).location == location
+
+
+@pytest.mark.parametrize("name", ["regoin", "secret_access_key"])
+def test_a_slip_in_an_option_of_a_location_is_no_key_error(name: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(Location("s3://bucket/run@step=7", ((name, "s3cr3t"),)))
+    assert caught.value.code == "config.store_option"
+    assert "s3cr3t" not in str(caught.value)

@@ -31,7 +31,7 @@ from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.foreign import file_kind, folder_kind, near_file
 from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
-from holdfast.store.urls import local_path, location_of, open_store
+from holdfast.store.urls import local_path, location_of, open_store, with_options
 from holdfast.wording import with_article
 
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
@@ -90,8 +90,7 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]
-    location = _location(folder, text)
-    location = Location(location.url, options or location.options)
+    location = with_options(_location(folder, text), options)
     origin = _origin(folder)
     if match is None:
         return Selection(location, origin=origin)

@@ -13,6 +13,7 @@ Options follow as a query: ``s3://bucket/run?endpoint=https://minio.local:9000&r
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
@@ -117,8 +118,15 @@ def query_of(location: Location) -> str:
 
 
 def _options(scheme: str, query: str) -> dict[str, str]:
-    known = OPTIONS[scheme]
     options = {unquote(name): value for name, value in parse_qsl(query, keep_blank_values=True)}
+    check_options(scheme, options)
+    return options
+
+
+def check_options(scheme: str, options: Mapping[str, str]) -> None:
+    """Raise the `ConfigurationError`, code ``config.store_option``, of options that stores of `scheme` do not have, and
+    of secrets."""
+    known = OPTIONS[scheme]
     for name, value in options.items():
         if name in known:
             if "@" in value:
@@ -131,7 +139,6 @@ def _options(scheme: str, query: str) -> dict[str, str]:
             code="config.store_option",
             action=f"Use {', '.join(known)}; everything else comes from the environment.",
         )
-    return options
 
 
 def _secret(scheme: str, what: str, path: str | None = None) -> ConfigurationError:

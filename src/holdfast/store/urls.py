@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location, Store
-from holdfast.store.object_urls import SCHEMES, object_location, query_of
+from holdfast.store.object_urls import SCHEMES, check_options, object_location, query_of
 from holdfast.store.posix import PosixStore
 from holdfast.store.posix_errors import in_the_way
 from holdfast.store.timed import TimedStore
@@ -87,6 +87,16 @@ def location_of(path: str) -> Location:
     if scheme is None:
         return Location(absolute(path))
     return object_location(path) if _is_of_objects(scheme[1]) else Location(path.rstrip("/"))
+
+
+def with_options(location: Location, options: tuple[tuple[str, str], ...]) -> Location:
+    """`location` with the options that its caller gave beside the URL, if any. Raises as `location_of`."""
+    if not options:
+        return location
+    scheme = SCHEME.match(location.url)
+    if scheme is not None and _is_of_objects(scheme[1]):
+        check_options(scheme[1], dict(options))
+    return Location(location.url, options)
 
 
 def text_of(location: Location) -> str:
