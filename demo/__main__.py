@@ -21,6 +21,7 @@ import holdfast
 from demo.policies import live_by_policies
 from demo.processes import DemoError, Training, head_of, kill_all_in_copy, kill_in_save, node_memory
 from demo.promises import Promise, close_losses, newest_from_memory, read_once, same_losses, same_state
+from demo.runs import Runs, data_nbytes, runs_in, store_of
 from demo.show import CONSOLE, draw, say, table_of
 from demo.witness import notes
 
@@ -34,9 +35,9 @@ _NUM_IN_BACKGROUND = 5
 _PATIENCE_S = 10.0
 
 
-def tell(out: Path, steps: int) -> list[Promise]:
-    """Tell the story of trainings of so many steps, with their files in `out`."""
-    every, run, copy = steps // _NUM_SAVES, out / "run", out / "run-copy"
+def tell(out: Path, runs: Runs, steps: int) -> list[Promise]:
+    """Tell the story of trainings of so many steps, with their `runs`, and with all other files in `out`."""
+    every, run, copy = steps // _NUM_SAVES, runs.path("run"), runs.path("run-copy")
 
     # A job that nothing ever happens to, and which saves nothing. All others are compared with it.
     reference = Training(out / "reference", 2, steps)
@@ -50,11 +51,12 @@ def tell(out: Path, steps: int) -> list[Promise]:
         killed = kill_in_save(job, rank=_KILLED_RANK, step=_KILLED_SAVE * every - 1)
         statuses = job.wait()
     status, error = job.exit_status_of_rank(_KILLED_RANK, killed.pid), job.error_of_rank(1 - _KILLED_RANK)
-    say(f"  rank {_KILLED_RANK} was writing {killed.file.name} of step {killed.step}: killed, exit status {status}")
+    step = killed.file.step
+    say(f"  rank {_KILLED_RANK} was writing {killed.file.name} of step {step}: killed, exit status {status}")
     say(f"  rank {1 - _KILLED_RANK}: {error}")
-    head, found = head_of(run), head_of(f"{run}@step={killed.step}")
-    num_files = sum(1 for _ in killed.file.parent.iterdir())
-    seen = f"rank {_KILLED_RANK} was writing its file of step {killed.step}; its exit status is {status}"
+    head, found = head_of(run), head_of(f"{run}@step={step}")
+    num_files = len(store_of(run).list(killed.file.folder))
+    seen = f"rank {_KILLED_RANK} was writing its file of step {step}; its exit status is {status}"
     promises = [
         Promise("A rank is killed in the middle of a save", kept=status == -9, seen=seen),
         Promise(
@@ -64,21 +66,20 @@ def tell(out: Path, steps: int) -> list[Promise]:
         ),
         Promise(
             "Nothing half-written is visible; the previous checkpoint is the head",
-            kept=head == killed.step - every and found == -1,
-            seen=f"the head is step {head}; of step {killed.step} {num_files} files lie there, "
+            kept=head == step - every and found == -1,
+            seen=f"the head is step {head}; of step {step} {num_files} files lie there, "
             f"and readers find {'nothing' if found == -1 else 'it'}",
         ),
-        same_losses("Saving does not touch the training", expected, job.losses(), range(killed.step + 1)),
+        same_losses("Saving does not touch the training", expected, job.losses(), range(step + 1)),
     ]
 
-    # Two jobs go on from there, on as many ranks and on others. A run at rest can be copied with any tool.
-    shutil.copytree(run, copy)
+    # Two jobs go on from there, on as many ranks and on others.
+    runs.copy(run, copy)
     resumed = [
         Training(out / f"resumed-{world_size}", world_size, steps, save_to=save_to, save_every=every)
         for world_size, save_to in ((2, run), (4, copy))
     ]
-    files = run.glob(f"checkpoints/step-{head:010d}-*/*.safetensors")
-    stored_nbytes = sum(file.stat().st_size for file in files)
+    stored_nbytes = data_nbytes(run, head)
     for training in resumed:
         ranks, is_same = f"{training.world_size} ranks", training.world_size == reference.world_size
         training.finish(f"Resumed from the head on {ranks}", done=head + 1)
@@ -93,14 +94,15 @@ def tell(out: Path, steps: int) -> list[Promise]:
 
     # A job saves in the background, and loses all its ranks.
     in_background = max(1, every // _NUM_IN_BACKGROUND)
-    lost = Training(out / "background", 2, steps, save_to=out / "run-background", save_every=in_background)
+    in_memory = runs.path("run-background")
+    lost = Training(out / "background", 2, steps, save_to=in_memory, save_every=in_background)
     promises += go_on_from_memory(reference, resumed[0], lost, every=every)
 
     # The command line looks at all three runs.
-    promises += [_inspect(path) for path in (run, copy, out / "run-background")]
+    promises += [_inspect(path) for path in (run, copy, in_memory)]
     after = {training.world_size: training.losses() for training in resumed}
-    promises += live_by_policies(out)
-    draw(expected, job.losses(), after, killed=killed.step, head=head, path=out / "losses.png")
+    promises += live_by_policies(out, runs)
+    draw(expected, job.losses(), after, killed=step, head=head, path=out / "losses.png")
     return promises
 
 
@@ -157,21 +159,23 @@ def go_on_from_memory(reference: Training, plain: Training, lost: Training, *, e
     ]
 
 
-def _inspect(run: Path) -> Promise:
+def _inspect(run: str) -> Promise:
     """Let the command line speak for itself."""
     statuses = []
     for command in (["ls"], ["verify", "--deep"]):
-        say(f"\n$ holdfast {' '.join(command)} {run.relative_to(Path.cwd())}")
-        arguments = [sys.executable, "-m", "holdfast.cli", *command, str(run)]
+        say(f"\n$ holdfast {' '.join(command)} {run.removeprefix(f'{Path.cwd()}/')}")
+        arguments = [sys.executable, "-m", "holdfast.cli", *command, run]
         statuses.append(subprocess.run(arguments, check=False).returncode)
     seen = f"holdfast ls and verify end with status {statuses[0]} and {statuses[1]}"
-    return Promise(f"{run.name}: listed and sound, byte by byte", not any(statuses), seen)
+    return Promise(f"{run.rpartition('/')[2]}: listed and sound, byte by byte", not any(statuses), seen)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m demo", description="Kill a training, resume it, compare.")
     parser.add_argument("--steps", type=int, default=60, help="steps of the training, a multiple of 6 (default: 60)")
-    steps: int = parser.parse_args().steps
+    parser.add_argument("--s3", action="store_true", help="let all runs lie on an S3 server, which the demo starts")
+    options = parser.parse_args()
+    steps: int = options.steps
     if steps < _NUM_SAVES or steps % _NUM_SAVES:
         parser.error(f"--steps is a multiple of {_NUM_SAVES}, not {steps}")
     out = _OUT.resolve()
@@ -179,7 +183,9 @@ def main() -> None:
     # As Ctrl-C does: on its way out, what was started is ended.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        promises = tell(out, steps)
+        out.mkdir()
+        with runs_in(out, s3=options.s3) as runs:
+            promises = tell(out, runs, steps)
     except KeyboardInterrupt:
         sys.exit("demo: interrupted")
     except (DemoError, holdfast.HoldfastError) as error:

@@ -70,7 +70,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--witness", type=Path, required=True, help="folder for what the demo notes")
     parser.add_argument("--steps", type=int, required=True, help="steps of the whole training")
-    parser.add_argument("--save-to", type=Path, metavar="RUN", required=True, help="the run to go on from")
+    parser.add_argument("--save-to", metavar="RUN", required=True, help="the run to go on from")
     parser.add_argument("--save-every", type=int, required=True, help="steps between saves")
     options = parser.parse_args()
     torch.use_deterministic_algorithms(True)

@@ -13,6 +13,7 @@ import holdfast
 from demo.loop import BATCH_SIZE, NUM_SAMPLES
 from demo.processes import ROOT, PolicyTraining
 from demo.promises import Promise, each_sample_once, kept_the_newest, saved_together
+from demo.runs import Runs
 from demo.show import say
 
 _STEPS, _SAVE_EVERY, _NUM_KEPT = 40, 6, 2
@@ -21,9 +22,9 @@ _SIGNALLED_RANK, _SIGNALLED_AFTER = 1, 8
 _NUM_PROVED_STEPS = 5
 
 
-def live_by_policies(out: Path) -> list[Promise]:
+def live_by_policies(out: Path, runs: Runs) -> list[Promise]:
     """A job is preempted by a SIGTERM to one of its two ranks, and goes on on four."""
-    run = out / "run-policies"
+    run = runs.path("run-policies")
     # Two nodes, so that the torchrun of the first rank that ends does not end the other one.
     job = PolicyTraining(out / "policies", 2, _STEPS, save_to=run, save_every=_SAVE_EVERY, nodes=2)
     with job.running(f"Policies: EverySteps({_SAVE_EVERY}) | OnPreemption(), and a SIGTERM to rank {_SIGNALLED_RANK}"):
@@ -57,16 +58,16 @@ def live_by_policies(out: Path) -> list[Promise]:
             first[0] + following.saved()[0],
             number=_NUM_KEPT,
         ),
-        _prove(out / "proof"),
+        _prove(out / "proof", runs.path("run-proof")),
         _report(run, out / "report.html"),
     ]
 
 
-def _prove(folder: Path) -> Promise:
+def _prove(folder: Path, run: str) -> Promise:
     """Let `holdfast prove` kill the script and compare."""
     folder.mkdir()
     script = [str(Path("demo") / "loop.py"), f"--witness={folder}", f"--steps={_NUM_PROVED_STEPS}"]
-    script += [f"--save-to={folder / 'run'}", f"--save-every={_SAVE_EVERY}"]
+    script += [f"--save-to={run}", f"--save-every={_SAVE_EVERY}"]
     done = _holdfast("prove", "--kills=1", *script)
     say(done.stdout.rstrip())
     lines = (done.stdout + done.stderr).splitlines()
@@ -74,11 +75,11 @@ def _prove(folder: Path) -> Promise:
     return Promise("holdfast prove: the script resumes exactly", done.returncode == 0, seen)
 
 
-def _report(run: Path, page: Path) -> Promise:
+def _report(run: str, page: Path) -> Promise:
     """Let `holdfast report` write its page."""
-    done = _holdfast("report", str(run), f"--out={page}")
+    done = _holdfast("report", run, f"--out={page}")
     say(done.stdout.rstrip())
-    has_page = page.exists() and run.name in page.read_text()
+    has_page = page.exists() and run.rpartition("/")[2] in page.read_text()
     seen = f"{page.stat().st_size / 1e3:.0f} kB: {page}" if has_page else "no page"
     return Promise("holdfast report writes a page about the run", has_page, seen)
 

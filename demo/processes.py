@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 
 import holdfast
+from demo.runs import FileToCome, file_to_come, store_of
 from demo.show import chapter
 from demo.witness import notes
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 _HOST = "127.0.0.1"
 #: One thread per rank, as torchrun sets for several ranks on a node; a fixed number is part of equal losses.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-_WATCH_S, _FOLLOW_S = 0.0005, 0.1
+_WATCH_S, _FOLLOW_S, _SETTLE_S = 0.0005, 0.1, 0.3
 _TIMEOUT_S, _END_TIMEOUT_S = 300.0, 40.0
 
 
@@ -47,7 +48,7 @@ class Training:
     folder: Path
     world_size: int
     steps: int
-    save_to: Path | None = None
+    save_to: str | None = None
     save_every: int = 1
     nodes: int = 1
     timeout_s: float = 600.0
@@ -182,11 +183,10 @@ class PolicyTraining(Training):
 
 
 class Killed(NamedTuple):
-    """A rank that was killed while it wrote `file` of the checkpoint of `step`."""
+    """A rank that was killed while it wrote its `file`."""
 
     pid: int
-    step: int
-    file: Path
+    file: FileToCome
 
 
 class AllKilled(NamedTuple):
@@ -203,22 +203,22 @@ def kill_in_save(job: Training, *, rank: int, step: int) -> Killed:
     """SIGKILL `rank` while it writes its data file of the first save from `step` on.
 
     The rank is stopped before it is killed, to be sure of the moment: one that had finished its file by then, so that
-    the save could still be committed, is let go, and the next save is tried.
+    the save could still be committed, is let go, and the next save is tried. A server may still store what it has got.
     """
     assert job.save_to is not None
-    checkpoints = job.save_to / "checkpoints"
+    storage = store_of(job.save_to)
     job.follow(to=step - 1)
     pid: int = job.each("started")[rank]["pid"]
     while job.is_running():
-        file = file_in_the_making(pid, checkpoints)
+        file = file_to_come(storage, rank=rank)
         if file is None:
             time.sleep(_WATCH_S)
             continue
         with stopped(pid):
-            if file == file_in_the_making(pid, checkpoints):
+            time.sleep(_SETTLE_S)
+            if file == file_to_come(storage, rank=rank):
                 os.kill(pid, signal.SIGKILL)
-                # Checkpoint folders are called step-<number>-<id>.
-                return Killed(pid, int(file.parent.name.split("-")[1]), file)
+                return Killed(pid, file)
     raise DemoError(f"The training ended before rank {rank} was caught in a save, see {job.folder}")
 
 
@@ -261,7 +261,7 @@ def _kill_in_copy(job: Training, pids: list[int], *, after: int) -> bool:
     return False
 
 
-def head_of(path: Path | str) -> int:
+def head_of(path: str) -> int:
     """The step that readers find there (-1: none)."""
     try:
         return holdfast.open(path).step
@@ -289,14 +289,6 @@ def _has_stopped(pid: int) -> bool:
     # threads may also have ended.
     threads = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(thread.rpartition(")")[2].split()[0] in "TXZ" for thread in threads)
-
-
-def file_in_the_making(pid: int, folder: Path) -> Path | None:
-    """A temporary file below `folder`, invisible to readers of checkpoints, that the process has open just now."""
-    files: list[Path] = []
-    with suppress(psutil.NoSuchProcess, FileNotFoundError):
-        files = [Path(file.path) for file in psutil.Process(pid).open_files()]
-    return next((file for file in files if file.is_relative_to(folder) and file.name.startswith(".")), None)
 
 
 @contextmanager
@@ -334,7 +326,8 @@ def look(job: Training) -> Look:
     """Look at the slots of a job in the memory of the node, each of which is for a snapshot of one rank."""
     assert job.node_dir is not None
     records = []
-    with NodeFolder(parse(str(job.save_to)).root, node_dir=job.node_dir) as folder:
+    assert job.save_to is not None
+    with NodeFolder(parse(job.save_to).root, node_dir=job.node_dir) as folder:
         for name in slot_names(folder):
             with Slot(folder, name) as slot:
                 records.append(slot.record)

@@ -165,7 +165,7 @@ def main() -> int:
     parser.add_argument("--witness", type=Path, required=True, help="folder for what the demo notes")
     parser.add_argument("--steps", type=int, required=True, help="steps of the whole training, and of its schedule")
     parser.add_argument("--until", type=int, required=True, help="how many of them are made")
-    parser.add_argument("--save-to", type=Path, metavar="RUN", help="the run to go on from and to save to")
+    parser.add_argument("--save-to", metavar="RUN", help="the run to go on from and to save to")
     parser.add_argument("--save-every", type=int, default=10, help="steps between saves")
     parser.add_argument("--node-dir", type=Path, help="folder in memory for saves that training does not wait for")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="how long a save waits for other ranks")

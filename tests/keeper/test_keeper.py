@@ -361,12 +361,12 @@ def test_a_file_that_was_there_before_and_is_gone_at_the_commit_is_written_at_th
     with ThreadPoolExecutor(2) as pool:
         moved = writing.Writing(sealing, pool)
         for slot in saved.slots:
-            moved.join(slot, None)
+            moved.join(writing.StagedFiles(slot))
         until(lambda: len(moved.pending) > 1 and all(file.done() for file in moved.pending))
         path.unlink()
         until(moved.is_over)
         assert not moved.outcome()
-        moved.retry(dict.fromkeys(saved.slots))
+        moved.retry([writing.StagedFiles(slot) for slot in saved.slots])
         until(moved.is_over)
         assert moved.outcome()
         moved.close()

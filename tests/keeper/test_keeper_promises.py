@@ -60,16 +60,20 @@ def looked(keeper: Keeper) -> bool:
 class Later:
     """A checkpoint like `saved`, staged at the next place."""
 
-    def __init__(self, saved: Saved, folder: NodeFolder, stack: ExitStack) -> None:
+    generation: Generation
+    slots: list[Slot]
+
+    def __init__(self, saved: Saved | Later, folder: NodeFolder, stack: ExitStack) -> None:
         first = saved.generation
         manifest = fmt.decode(first.manifest, path="manifest")
-        place, checkpoint_id, step = Place(first.place.epoch, first.place.seq + 1), "ffeeddccbbaa0011", 8
+        place, step = Place(first.place.epoch, first.place.seq + 1), first.step + 1
+        checkpoint_id = f"ffeeddccbbaa{step:04}"
         body = msgspec.structs.replace(
             manifest.body, checkpoint_id=checkpoint_id, place=(place.epoch, place.seq), step=step
         )
         name = records.folder_name(step, checkpoint_id)
         data = manifest.with_body(body).encode()
-        self.generation = Generation(first.run, name, checkpoint_id, place, step, data)
+        self.generation = Generation(first.run, name, checkpoint_id, place, step, data, disk=first.disk)
         self.slots = []
         for slot in saved.slots:
             contents = slot.record.contents

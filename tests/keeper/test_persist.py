@@ -70,6 +70,7 @@ class Saved:
         memory_only: bool = False,
         boot: str = "",
         features: tuple[str, ...] = (),
+        disk: str = "",
     ) -> None:
         self.world = world()
         epoch = run.open_epoch(after=0, opened_from=None, why="start", world_size=2, incarnation="0" * 32)
@@ -79,7 +80,7 @@ class Saved:
         template = ManifestTemplate.of(plan_save(messages, bodies), [RankValues(0, 100, ("a",))], features)
         manifest = template.encode(identity, ())
         folder = records.folder_name(7, CHECKPOINT)
-        self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest)
+        self.generation = Generation(run.storage.location.url, folder, CHECKPOINT, place, 7, manifest, disk=disk)
         self.slots: list[Slot] = []
         files = Files(fmt.decode(manifest, path="manifest"))
         for rank, section in enumerate(data_sections(self.world, files)):

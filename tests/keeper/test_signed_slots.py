@@ -19,7 +19,7 @@ from holdfast.format.container import Files
 from holdfast.format.manifest import Candidate, file_name
 from holdfast.format.records import SEAL_NAME, Place, Seal
 from holdfast.keeper.persist import Sealing, data_file
-from holdfast.keeper.writing import Writing
+from holdfast.keeper.writing import StagedFiles, Writing
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState
@@ -46,7 +46,7 @@ def write(sealing: Sealing, saved: Saved) -> None:
     with ThreadPoolExecutor(2) as pool:
         writing = Writing(sealing, pool)
         for slot in saved.slots:
-            writing.join(slot, None)
+            writing.join(StagedFiles(slot))
         until(writing.is_over)
         assert writing.outcome()
         writing.close()
@@ -110,7 +110,7 @@ def test_a_mark_that_somebody_created_first_is_not_believed(
         run.storage.create(records.checkpoint_key(other, second_name := file_name(1, still=True)), bytes(second.nbytes))
         with ThreadPoolExecutor(4) as pool:
             writing = Writing(sealing, pool)
-            writing.join(slot, None)
+            writing.join(StagedFiles(slot))
             until(writing.is_over)
             assert writing.outcome()
             writing.close()

@@ -8,8 +8,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper fenced again
         "keeper/test_keeper.py::test_what_is_fenced_is_given_up_with_the_reason",
         "keeper/daemon.py",
-        "            state, text = SlotState.FENCED, str(error)\n        except Exception",
-        "            state, text = SlotState.SEALED, str(error)\n        except Exception",
+        "            return SlotState.FENCED, str(error)\n",
+        "            return SlotState.SEALED, str(error)\n",
     ),
     Mutation(  # keeper no error told
         "keeper/test_keeper.py::test_a_store_that_fails_is_told_in_the_slots_and_tried_again",
@@ -146,14 +146,13 @@ KEEPER_MUTATIONS = [
     Mutation(  # persist taken counts
         "keeper/test_keeper_promises.py::test_a_file_that_another_keeper_publishes_meanwhile_is_not_taken_for_ones_own",
         "keeper/persist.py",
-        "    if storage.nbytes(key) is not None:\n        return False\n",
-        "    if storage.nbytes(key) is not None:\n        return True\n",
+        "    if storage.nbytes(target.key) is not None:\n        return False\n",
+        "    if storage.nbytes(target.key) is not None:\n        return True\n",
     ),
     Mutation(  # persist race raises
         "keeper/test_keeper_promises.py::test_a_file_that_another_keeper_publishes_meanwhile_is_not_taken_for_ones_own",
         "keeper/persist.py",
-        '        if error.code != "storage.exists":  # another keeper of the same slot was there first\n'
-        "            raise\n",
+        '        if error.code != "storage.exists":\n            raise\n',
         "        raise\n",
     ),
     Mutation(  # persist race counts
@@ -165,8 +164,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # persist any error taken
         "keeper/test_keeper_promises.py::test_a_store_that_fails_to_publish_is_an_error",
         "keeper/persist.py",
-        '        if error.code != "storage.exists":  # another keeper of the same slot was there first\n'
-        "            raise\n",
+        '        if error.code != "storage.exists":\n            raise\n',
         "",
     ),
     Mutation(  # commit unfenced
@@ -208,8 +206,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing manifest late
         "keeper/test_keeper_promises.py::test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path",
         "keeper/writing.py",
-        "        self._run.result()\n        await_seal",
-        "        await_seal",
+        "        self._run.result()\n        stored = file.write",
+        "        stored = file.write",
     ),
     Mutation(  # generation undigested
         "keeper/test_persist.py::test_a_damaged_generation_is_an_error_that_names_it[30]",
@@ -372,10 +370,9 @@ KEEPER_MUTATIONS = [
     Mutation(  # writing trusts all
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
         "keeper/writing.py",
-        "        return commit(self._run",
-        "        slots = self._slots.values()\n"
-        "        written = [seal for slot in slots for seal in self.sealing.file_seals(slot)]\n"
-        "        return commit(self._run",
+        "        if commit(run, ",
+        "        written = [seal for file in self._joined.values() for seal in file.seals(self.sealing)]\n"
+        "        if commit(run, ",
     ),
     Mutation(  # slot one cell
         "node_memory/test_slots.py::test_a_record_that_was_half_written_is_none_and_the_one_before_holds",
@@ -398,8 +395,50 @@ KEEPER_MUTATIONS = [
     Mutation(  # restore leaves damaged
         "checkpointer/test_damaged_snapshots.py::test_the_one_before_it_is_restored_and_the_report_says_why",
         "checkpointer/choosing.py",
-        "[*given_up, *damaged]",
-        "given_up",
+        "given_up=(*given_up, *damaged),",
+        "given_up=tuple(given_up),",
+    ),
+    Mutation(  # disk unverified
+        "keeper/test_disk_tier.py::test_a_file_that_is_damaged_and_has_no_other_copy_is_never_brought_to_the_run",
+        "keeper/persist.py",
+        "        if stored.manifest.digests.hex(table) != seal.digest:\n",
+        "        if False:\n",
+    ),
+    Mutation(  # disk refers to itself
+        "checkpointer/test_still_on_disks.py::test_the_base_lies_on_the_disk_whole_and_goes_to_the_run_once[plain]",
+        "keeper/disk_tier.py",
+        "refers=False",
+        "refers=True",
+    ),
+    Mutation(  # base drained again
+        "checkpointer/test_still_on_disks.py::test_the_base_lies_on_the_disk_whole_and_goes_to_the_run_once[plain]",
+        "keeper/persist.py",
+        "    if target.candidate is not None and target.marked(seal):\n        return seal\n",
+        "",
+    ),
+    Mutation(  # disk owed removed
+        "keeper/test_disk_tier.py::test_a_full_disk_gives_up_what_the_run_has_and_never_what_it_lacks",
+        "keeper/disk_tier.py",
+        "(self._drained | self._hopeless) - {storing.part.checkpoint_id}",
+        "self._parts.keys() - {storing.part.checkpoint_id}",
+    ),
+    Mutation(  # disk forgotten
+        "keeper/test_disk_tier.py::test_checkpoints_are_drained_in_order_by_a_keeper_that_finds_nothing_but_the_disk",
+        "keeper/disk_tier.py",
+        "                    self._parts[part.checkpoint_id] = part\n",
+        "                    pass\n",
+    ),
+    Mutation(  # disk abandoned future
+        "keeper/test_disk_tier.py::test_what_another_job_has_fenced_is_not_committed_and_stays_until_the_run_has_something_newer",
+        "keeper/disk_tier.py",
+        "            self._hopeless.add(checkpoint_id)\n\n    def give_up",
+        "            pass\n\n    def give_up",
+    ),
+    Mutation(  # restore reads bad copy
+        "checkpointer/test_local_disk.py::test_a_file_that_is_damaged_in_memory_is_read_from_the_disk",
+        "checkpointer/choosing.py",
+        "if not is_bad and (here is None or here.on_disk):",
+        "if here is None or here.on_disk:",
     ),
     Mutation(  # keeper trusts disk
         "keeper/test_earlier_boots.py::test_what_was_hashed_and_did_not_reach_the_disk_is_given_up",
@@ -422,7 +461,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # a mark that somebody put into storage is believed
         "keeper/test_signed_slots.py::test_a_mark_that_somebody_created_first_is_not_believed",
         "keeper/persist.py",
-        "target.is_marked and not stored.is_signed",
-        "target.is_marked",
+        "target.candidate is not None and target.is_marked and not sealing.stored.is_signed",
+        "target.candidate is not None and target.is_marked",
     ),
 ]

@@ -21,7 +21,6 @@ from demo.processes import (
     DemoError,
     Look,
     Training,
-    file_in_the_making,
     keepers,
     look,
     node_memory,
@@ -38,6 +37,7 @@ from demo.promises import (
     same_state,
     saved_together,
 )
+from demo.runs import FileToCome, data_nbytes, file_to_come, store_of
 from demo.show import draw
 from demo.train import GPT, batch, learning_rate_factor, loss_of, standard_library
 from demo.witness import Witness, notes, tensor_digests, value_digests
@@ -337,18 +337,21 @@ def test_a_process_killed_while_it_was_stopped_is_gone(ticking: tuple[subprocess
     assert process.wait() == -signal.SIGKILL
 
 
-def test_only_a_temporary_file_that_is_open_and_not_yet_published_counts_as_in_the_making(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    (folder / "step-4").mkdir(parents=True)
-    temporary, published = folder / "step-4" / ".tmp-1", folder / "step-4" / "data"
-    assert file_in_the_making(os.getpid(), folder) is None
-    with temporary.open("wb"):
-        assert file_in_the_making(os.getpid(), folder) == temporary
-        assert file_in_the_making(os.getpid(), tmp_path / "elsewhere") is None
-        published.hardlink_to(temporary)
-        temporary.unlink()
-        assert file_in_the_making(os.getpid(), folder) is None
-    assert file_in_the_making(os.getpid(), folder) is None
+def test_a_file_is_to_come_from_the_manifest_of_the_newest_checkpoint_on_until_readers_can_see_it(
+    tmp_path: Path,
+) -> None:
+    storage = store_of(str(tmp_path))
+    older, newest = (f"checkpoints/step-{step:010d}-{'a' * 16}" for step in (4, 8))
+    assert file_to_come(storage, rank=1) is None
+    storage.create(f"{older}/manifest.hfm", b"")
+    storage.create(f"{newest}/data-00000.safetensors", b"12")
+    assert file_to_come(storage, rank=1) is None
+    storage.create(f"{newest}/manifest.hfm", b"")
+    assert file_to_come(storage, rank=0) is None
+    assert file_to_come(storage, rank=1) == FileToCome(8, newest, "data-00001.safetensors")
+    storage.create(f"{newest}/data-00001.safetensors", b"345")
+    assert file_to_come(storage, rank=1) is None
+    assert data_nbytes(str(tmp_path), 8) == 5
 
 
 def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
@@ -363,7 +366,7 @@ def filled(slot: Slot, step: int, rank: int, state: SlotState) -> None:
 def test_a_look_at_memory_tells_what_is_copied_sealed_and_in_storage_on_all_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with node_memory() as node_dir, NodeFolder(str(run), node_dir=node_dir) as folder:
-        job = Training(tmp_path, 2, 6, save_to=run, node_dir=node_dir)
+        job = Training(tmp_path, 2, 6, save_to=str(run), node_dir=node_dir)
         assert look(job) == Look(is_copying=False, copied=-1, sealed=-1, committed=-1)
         slots = [[Slot.create(folder, rank=rank, nbytes=1) for _ in range(4)] for rank in range(2)]
         for rank, (first, second, third, fourth) in enumerate(slots):
@@ -422,10 +425,11 @@ def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_whole_demo_keeps_its_promises(tmp_path: Path) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("options", [(), ("--s3",)], ids=["on a disk", "on an S3 server"])
+def test_the_whole_demo_keeps_its_promises(tmp_path: Path, options: tuple[str, ...]) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "COLUMNS": "200"}
-    command = [sys.executable, "-m", "demo", "--steps", "12"]
+    command = [sys.executable, "-m", "demo", "--steps", "12", *options]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "All 21 promises were kept" in done.stdout

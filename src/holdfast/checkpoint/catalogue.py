@@ -19,6 +19,7 @@ class Tier(Enum):
 
     LIVE_MEMORY = "live memory"
     NODE_MEMORY = "node memory"
+    NODE_DISK = "node disk"
     STORAGE = "storage"
 
     @property
@@ -49,7 +50,7 @@ class FileCopy(NamedTuple):
 class Catalogue:
     """The copies of one checkpoint's files, on one rank. All ranks that read together know the same tiers and holders.
 
-    `nearer` has, by the file's name, the copies in memory, the nearest first. Behind them, every file is in `storage`,
+    `nearer` has, by the file's name, the copies on nodes, the nearest first. Behind them, every file is in `storage`,
     where its key begins with `prefix`; None for a state that was never stored. A file that is not there is the one in
     `elsewhere`, which an earlier checkpoint has.
     """

@@ -192,6 +192,7 @@ class DataFiles:
             action="Load another checkpoint of the run, or restore this file from another copy.",
             path=self.path(name),
             tensor=tensor,
+            tier=self.catalogue.nearest(name).tier.value,
         )
 
 

@@ -226,6 +226,7 @@ class Checkpoint(StoredState):
                 action=action,
                 path=self.path(name),
                 step=self.seal.step,
+                tier=self.catalogue.nearest(name).tier.value,
             ) from error
 
     def _is_removed(self) -> bool:

@@ -36,11 +36,11 @@ from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
 from holdfast.checkpointer.loop import Loop
 from holdfast.checkpointer.loop_rules import suspect
-from holdfast.checkpointer.memory_option import Memory, own_node_dir
+from holdfast.checkpointer.memory_option import Memory, NodeDirs, own_node_dir
 from holdfast.checkpointer.memory_save import save_into_memory
 from holdfast.checkpointer.memory_tier import LEAVING_S, MemoryTier, tier_for
 from holdfast.checkpointer.observers import Observers
-from holdfast.checkpointer.option_checks import check_options
+from holdfast.checkpointer.option_checks import check_options, checked_disk
 from holdfast.checkpointer.own_resume import OwnResume
 from holdfast.checkpointer.pruning import CLOSING_S, Pruning
 from holdfast.checkpointer.restore_report import RestoreReport
@@ -90,14 +90,15 @@ class Checkpointer:
     whenever other jobs have saved since, as jobs with one live state do in turn. If storage is slower than saves come,
     ``when_full`` says whether a save then waits for a slot of memory, or all ranks skip it. A save that fails because
     of the store, after an earlier call has worked, is in the log and in its handle, and training goes on;
-    ``on_failed_save=StopAfter(...)`` says when it ends instead. `keep` says which
-    checkpoints stay, such as ``KeepLast(3) | KeepEvery(10_000)``: after each commit the first rank deletes, in the
-    background, the other ones on the head's lineage (default: all stay). `initial` is the path of the checkpoint that a
-    run without checkpoints begins with, at step 0, or at the step after it (`fork`). `max_resumes` is the limit for
-    jobs in a row that resume one checkpoint and commit no newer one (default: none).
-    `select` are globs of names, as in `holdfast.save` and `holdfast.load`: only the names that they match are saved and
-    restored. The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some);
-    training does not wait for them.
+    ``on_failed_save=StopAfter(...)`` says when it ends instead. `keep` says which checkpoints stay, such as
+    ``KeepLast(3) | KeepEvery(10_000)``: after each commit the first rank deletes, in the background, the other ones on
+    the head's lineage (default: all stay). `initial` is the path of the checkpoint that a run without checkpoints
+    begins with, at step 0, or at the step after it (`fork`). `max_resumes` is the limit for jobs in a row that resume
+    one checkpoint and commit no newer one (default: none). `select` are globs of names: only the names that they match
+    are saved and restored. `local` is a folder on a disk of each node: the keeper makes a save durable there before it
+    brings it to the run, so a slow or absent store does not stop saves, and a restore on the same nodes finds it there.
+    The `listeners` hear the events of saves, restores and steps on this rank (`holdfast.observing` has some); training
+    does not wait for them.
 
     Use it as a context manager: at its end it waits until all saves are durable.
     """
@@ -108,6 +109,7 @@ class Checkpointer:
         state: Mapping[str, object],
         *,
         memory: Memory | None = Memory(),  # noqa: B008 - a frozen value
+        local: str | os.PathLike[str] | None = None,
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         initial: str | os.PathLike[str] | Location | None = None,
@@ -140,6 +142,7 @@ class Checkpointer:
         self._select = select
         self._globs = None if select is None else Globs(select)
         self._memory = memory
+        self._disk = checked_disk(local, memory=memory, takeover=takeover)
         self._group = group
         self._takeover = takeover
         self._when_full = when_full
@@ -304,7 +307,7 @@ class Checkpointer:
                 restored = restore(
                     self._run,
                     self._state,
-                    node_dir=None if self._memory is None else own_node_dir(self._memory, self._run, self._takeover),
+                    node=None if tier is None else tier.node,
                     select=self._select,
                     group=self._group,
                     verify=verify,
@@ -547,8 +550,8 @@ class Checkpointer:
     def _shared_tier(self) -> MemoryTier | None:
         """The memory tier of this process in the run; None if all saves go to storage."""
         if self._tier is None and self._memory is not None:
-            node_dir = own_node_dir(self._memory, self._run, self._takeover)
-            self._tier = tier_for(self, self._run, node_dir, rank=global_rank(), num_slots=self._memory.generations)
+            node = NodeDirs(own_node_dir(self._memory, self._run, self._takeover), self._disk)
+            self._tier = tier_for(self, self._run, node, rank=global_rank(), num_slots=self._memory.generations)
         return self._tier
 
     def _let_go(self, *, patience_s: float | None = None) -> None:

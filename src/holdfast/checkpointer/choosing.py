@@ -1,7 +1,7 @@
-"""The choice of the checkpoint that all ranks restore from memory. Each rank reports its node's slots, and rank 0
-chooses.
+"""The choice of the checkpoint that all ranks restore from memory and disks of nodes. Each rank reports its node's
+slots, and the files on its disks, and rank 0 chooses.
 
-A checkpoint in memory counts only if it is on the lineage of the run's head: it is the head, or a later checkpoint of
+A checkpoint there counts only if it is on the lineage of the run's head: it is the head, or a later checkpoint of
 the newest epoch, which a keeper is about to commit. Checkpoints that a rollback left behind are never restored, nor are
 those that somebody gave up or removed.
 """
@@ -15,10 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.errors import CorruptError, FencedError, NotFoundError
+from holdfast.checkpoint.catalogue import EVERY_RANK
+from holdfast.checkpointer.restore_report import Tier
+from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format.records import FileSeal, Place
-from holdfast.node_memory.claims import has_trainer
+from holdfast.node_disk.disk_folder import DiskPart
+from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
@@ -30,8 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class HeldFile(msgspec.Struct, frozen=True, array_like=True):
-    """A whole data file in the memory of a node. It belongs to the run `run_id`, and to the epoch that was opened with
-    `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its rank."""
+    """A whole data file in the memory of a node, or `on_disk`, on its disk. It belongs to the run `run_id`, and to the
+    epoch that was opened with `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its
+    rank; for one on a disk, those of any rank."""
 
     run_id: str
     incarnation: str
@@ -43,6 +47,15 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     is_committed: bool
     has_trainer: bool
+    on_disk: bool = False
+
+
+class DamagedCopy(NamedTuple):
+    """A copy of file `name` of a checkpoint that a restore has found damaged: in memory, or `on_disk`."""
+
+    checkpoint_id: str
+    name: str
+    on_disk: bool
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -74,8 +87,10 @@ class Clearing(NamedTuple):
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
-    (empty: every rank can read all files). `manifest` is for nodes that hold no file of the checkpoint and so lack its
-    manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the run yet.
+    (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. `on_disk`: some
+    nodes have files of it on their disks. `tier` is the farthest of the nearest copies. `manifest` is for nodes that
+    hold no file of the checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has
+    no checkpoint of the run yet.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -92,6 +107,9 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     given_up: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
     earlier_resumes: int = 0
+    in_run: tuple[int, ...] = ()
+    on_disk: bool = False
+    tier: Tier = "node memory"
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -100,8 +118,8 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     senders: dict[str, int]
 
 
-def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
-    """The inventory of this node's `slots`."""
+def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = ()) -> Inventory:
+    """The inventory of this node's `slots`, and of the `parts` of checkpoints on its disks."""
     # First, because a slot that a trainer is just filling may be complete a moment later.
     is_filling = any(slot.state == SlotState.WRITING and not _is_of_dead(slot) for slot in slots)
     held = []
@@ -128,7 +146,29 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot]) -> Inventory:
                     )
                     for part, digest in zip(contents.files, record.digests, strict=False)
                 ]
+    has_trainers = has_any_trainer(folder)
+    for part in parts:
+        held += _held_on_disk(part, has_trainers=has_trainers)
     return Inventory(folder.identity(), tuple(held), is_filling)
+
+
+def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
+    """The whole data files of a part of a checkpoint on a disk; none where the disk fails."""
+    about, id_ = part.generation, part.checkpoint_id
+    try:
+        is_committed = part.is_drained
+        return [
+            HeldFile(
+                *(part.run_id, about.incarnation, id_, part.place, about.step, number, seal.nbytes, seal.digest),
+                is_committed,
+                has_trainers,
+                on_disk=True,
+            )
+            for number, seal in part.held_files()
+        ]
+    except HoldfastError as error:
+        _log.warning("the disk of this node has a part of step %d that cannot be used: %s", about.step, error)
+        return []
 
 
 def _is_of_dead(slot: Slot) -> bool:
@@ -136,34 +176,71 @@ def _is_of_dead(slot: Slot) -> bool:
     return not slot.is_occupied and slot.state == SlotState.WRITING
 
 
-def known_of(folder: NodeFolder, unknown: Unknown, *, rank: int) -> list[Generation]:
+def generation_of(folder: NodeFolder, parts: Mapping[str, DiskPart], checkpoint_id: str) -> Generation:
+    """The generation of a checkpoint that this node has a file of: in memory, or by id, in the `parts` on its disks.
+
+    Raises as `read_generation`.
+    """
+    part = parts.get(checkpoint_id)
+    return read_generation(folder, checkpoint_id) if part is None else part.generation
+
+
+def known_of(folder: NodeFolder, parts: Mapping[str, DiskPart], unknown: Unknown, *, rank: int) -> list[Generation]:
     """The generations that `rank` has to send, of the checkpoints that are `unknown` to rank 0's node."""
     mine = []
     for checkpoint_id, sender in unknown.senders.items():
         if sender == rank:
             with suppress(FileNotFoundError, CorruptError):
-                mine.append(read_generation(folder, checkpoint_id))
+                mine.append(generation_of(folder, parts, checkpoint_id))
     return mine
 
 
-class Survey:
-    """Rank 0's view of the memory of all nodes; with `clearing`, to make room for saves. `damaged` are the places of
-    the checkpoints that this restore has found damaged in memory: it chooses one that is older than all of them."""
+class _Copy(NamedTuple):
+    """A copy of a data file on a node: its entry in a seal, and whether it lies on the node's disk."""
 
-    def __init__(self, clearing: Clearing | None = None, damaged: Collection[Place] = ()) -> None:
+    seal: FileSeal
+    on_disk: bool
+
+
+class _WholeCheckpoint(NamedTuple):
+    """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
+    the nearest copy there; no node if the run has it."""
+
+    stored: StoredManifest
+    seals: Sequence[FileSeal]
+    files: Sequence[Mapping[str, _Copy]]
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the memory of some node has each file."""
+        return all(holders and not _nearest(holders)[1].on_disk for holders in self.files)
+
+
+class Survey:
+    """Rank 0's view of the memory and disks of all nodes; with `clearing`, to make room for saves. `damaged` are the
+    places of the checkpoints that this restore has found damaged there: it chooses one that is older than all of them.
+    Of the copies in `bad` it uses none, but others of the same file."""
+
+    def __init__(
+        self,
+        clearing: Clearing | None = None,
+        damaged: Collection[Place] = (),
+        bad: Collection[DamagedCopy] = (),
+    ) -> None:
         self._clearing = clearing
         self._damaged = damaged
+        self._bad = bad
         self._inventories: Sequence[Inventory] = ()
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
-    def look(self, folder: NodeFolder, inventories: Sequence[Inventory]) -> None:
-        """Record the inventories of all ranks; `folder` is the folder of rank 0's node."""
+    def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
+        """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
         self._inventories = inventories
         for rank, found in enumerate(inventories):
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
                 try:
-                    self._generations[checkpoint_id] = read_generation(folder, checkpoint_id)
+                    self._generations[checkpoint_id] = generation_of(folder, parts, checkpoint_id)
                 except (FileNotFoundError, CorruptError):
                     self._senders.setdefault(checkpoint_id, rank)
 
@@ -195,26 +272,40 @@ class Survey:
         given_up = [] if self._clearing is None else self._to_clear(run, epoch, places, committed, self._clearing)
         # If a trainer is at work, a checkpoint that is there in part may soon be whole.
         is_filling = any(inventory.is_filling for inventory in self._inventories)
-        damaged = [each for each in places if places[each] in self._damaged and each not in {*committed, *tended}]
+        kept = {*committed, *tended}
+        damaged = [each for each in places if places[each] in self._damaged and each not in kept]
+        on_disk = {each.checkpoint_id for each in held if each.on_disk}
         for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
+            if whole is None and any(each.checkpoint_id == checkpoint_id for each in self._bad):
+                damaged += [] if checkpoint_id in kept else [checkpoint_id]
+                continue
             if whole is None:
-                # A trainer that lives gives up by itself what can never be whole.
-                if self._clearing is None and not is_filling and checkpoint_id not in {*committed, *tended}:
+                # A trainer that lives gives up by itself what can never be whole. Disks keep what they have until the
+                # run has moved on: the disks of other nodes may come back.
+                if self._clearing is None and not is_filling and checkpoint_id not in {*kept, *on_disk}:
                     given_up.append(checkpoint_id)
                 continue
             is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id
             if is_head or (place.epoch == epoch and (head is None or head < place)):
-                stored, files = whole
-                if not is_head and not can_commit(run, place, stored.folder):
+                if not is_head and not can_commit(run, place, whole.stored.folder):
                     given_up.append(checkpoint_id)
                     continue
-                seal = encode_seal(stored, [next(iter(holders.values())) for holders in files])
-                manifest = b"" if self._all_know(files) else stored.data
-                owners = _owners(self._inventories, files)
-                alone, given_up = head is None, [*given_up, *damaged]
-                return Chosen(seal, manifest, epoch, stored.folder, owners, is_head, alone, tuple(given_up), let_go)
+                return Chosen(
+                    encode_seal(whole.stored, whole.seals),
+                    b"" if self._all_know(whole.files) else whole.stored.data,
+                    epoch,
+                    whole.stored.folder,
+                    _owners(self._inventories, whole.files),
+                    is_head,
+                    is_all=head is None,
+                    given_up=(*given_up, *damaged),
+                    let_go=let_go,
+                    in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
+                    on_disk=checkpoint_id in on_disk,
+                    tier="node memory" if whole.is_in_memory else "node disk",
+                )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
         return Chosen(given_up=tuple(given_up), let_go=let_go)
@@ -233,19 +324,50 @@ class Survey:
         parts = [] if may_be_whole else [each for each in old if self._whole(run, each) is None]
         return sorted({*parts, *(each for each in old if places[each].epoch < epoch)})
 
-    def _whole(self, run: Run, checkpoint_id: str) -> tuple[StoredManifest, list[dict[str, FileSeal]]] | None:
-        """The manifest of a checkpoint, and for each of its files the nodes that hold it. None if the nodes together do
-        not hold the whole checkpoint."""
+    def _whole(self, run: Run, checkpoint_id: str) -> _WholeCheckpoint | None:
+        """A checkpoint that the nodes together hold whole, but for files that the run has because it is committed; None
+        if it is not whole, or no node has its manifest."""
         generation = self._generations.get(checkpoint_id)
         if generation is not None:
             with suppress(CorruptError):
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
-                files = _files(self._inventories, checkpoint_id, manifest.file_names)
-                if files is not None and manifest.body.run_id == run.run_id:
-                    return StoredManifest(generation.folder, generation.manifest, manifest), files
+                stored = StoredManifest(generation.folder, generation.manifest, manifest)
+                files = self._files(checkpoint_id, manifest.file_names)
+                seals = self._seals(run, generation, files)
+                if seals is not None and manifest.body.run_id == run.run_id:
+                    return _WholeCheckpoint(stored, seals, files)
         return None
 
-    def _all_know(self, files: Sequence[Mapping[str, FileSeal]]) -> bool:
+    def _files(self, checkpoint_id: str, names: Sequence[str]) -> list[dict[str, _Copy]]:
+        """For each data file, the nodes that hold it, with the nearest copy there that is not known to be bad."""
+        files: list[dict[str, _Copy]] = [{} for _ in names]
+        for inventory in self._inventories:
+            for each in inventory.held:
+                if each.checkpoint_id != checkpoint_id:
+                    continue
+                name, here = names[each.file], files[each.file].get(inventory.node)
+                is_bad = DamagedCopy(checkpoint_id, name, each.on_disk) in self._bad
+                if not is_bad and (here is None or here.on_disk):
+                    files[each.file][inventory.node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.on_disk)
+        return files
+
+    def _seals(
+        self, run: Run, generation: Generation, files: Sequence[Mapping[str, _Copy]]
+    ) -> Sequence[FileSeal] | None:
+        """The seals of a checkpoint's files. Where no node has one of them, those in storage, if the checkpoint is
+        committed and disks have parts of it; else None."""
+        if all(files):
+            return [_nearest(holders)[1].seal for holders in files]
+        if not any(copy.on_disk for holders in files for copy in holders.values()):
+            return None
+        try:
+            commit = run.commit(generation.place)
+        except NotFoundError:
+            return None
+        is_it = commit.checkpoint_id == generation.checkpoint_id and not run.is_removed(generation.place)
+        return run.locate(commit).seal.files if is_it else None
+
+    def _all_know(self, files: Sequence[Mapping[str, object]]) -> bool:
         """Whether each node holds at least one of a checkpoint's `files`, and so has its manifest."""
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
@@ -294,28 +416,21 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
         )
 
 
-def _files(
-    inventories: Sequence[Inventory], checkpoint_id: str, names: Sequence[str]
-) -> list[dict[str, FileSeal]] | None:
-    """For each data file, the nodes that hold it, with the file's entry in a seal; None if no node holds one of the
-    files."""
-    files: list[dict[str, FileSeal]] = [{} for _ in names]
-    for inventory in inventories:
-        for each in inventory.held:
-            if each.checkpoint_id == checkpoint_id:
-                files[each.file][inventory.node] = FileSeal(names[each.file], each.nbytes, each.digest)
-    return files if all(files) else None
+def _nearest(holders: Mapping[str, _Copy]) -> tuple[str, _Copy]:
+    """A node that holds a file, and its copy there: in memory if there is one in the memory of any node."""
+    return min(holders.items(), key=lambda held: held[1].on_disk)
 
 
-def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, FileSeal]]) -> tuple[int, ...]:
-    """For each file, a rank that can read it; the ranks of a node take turns. Empty if all nodes have all files."""
+def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, _Copy]]) -> tuple[int, ...]:
+    """For each file, a rank that can read it; the ranks of a node take turns. Every rank can read those that storage
+    has. Empty if all nodes have all others."""
     nodes: dict[str, list[int]] = {}
     for number, inventory in enumerate(inventories):
         nodes.setdefault(inventory.node, []).append(number)
-    if all(nodes.keys() <= holders.keys() for holders in files):
+    if all(nodes.keys() <= holders.keys() for holders in files if holders):
         return ()
     owners = []
     for index, holders in enumerate(files):
-        ranks = nodes[next(iter(holders))]
+        ranks = nodes[_nearest(holders)[0]] if holders else [EVERY_RANK]
         owners.append(ranks[index % len(ranks)])
     return tuple(owners)

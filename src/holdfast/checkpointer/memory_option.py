@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from holdfast.control.torch_store import global_rank
 from holdfast.errors import HoldfastError
@@ -36,6 +37,13 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+
+class NodeDirs(NamedTuple):
+    """The folders of a node that the saves and restores of a job use: one in memory, and one on a disk (None: none)."""
+
+    memory: Path
+    disk: Path | None = None
 
 
 def own_node_dir(memory: Memory, run: Location, takeover: Takeover) -> Path:

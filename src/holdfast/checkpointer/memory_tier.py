@@ -23,6 +23,7 @@ from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
+from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
 from holdfast.checkpointer.save_errors import is_unusable, never_committed, no_time, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
@@ -67,15 +68,17 @@ class _Key(NamedTuple):
 _tiers: Final[dict[_Key, MemoryTier]] = {}
 
 
-def tier_for(user: object, run: Location, node_dir: Path, *, rank: int, num_slots: int) -> MemoryTier:
+def tier_for(user: object, run: Location, node: NodeDirs, *, rank: int, num_slots: int) -> MemoryTier:
     """The memory tier of this process for `rank` in `run`; makes it if there is none. `user` shares it until it leaves
-    or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants."""
+    or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants, and uses the
+    disk that the last user named who named one."""
     _close_unused()
-    key = _Key(os.getpid(), run, node_dir, rank)
+    key = _Key(os.getpid(), run, node.memory, rank)
     tier = _tiers.get(key)
     if tier is None:
         tier = _tiers[key] = MemoryTier(key, num_slots=num_slots)
     tier.stager.num_slots = max(tier.stager.num_slots, num_slots)
+    tier.stager.disk = node.disk or tier.stager.disk
     tier.users.add(user)
     return tier
 
@@ -110,7 +113,6 @@ class MemoryTier:
     def __init__(self, key: _Key, *, num_slots: int) -> None:
         self._key = key
         self._run = key.run
-        self._node_dir = key.node_dir
         self.stager = Stager(key.run, key.node_dir, rank=key.rank, num_slots=num_slots)
         self.users: WeakSet[object] = WeakSet()
         #: Background saves that may still run.
@@ -134,6 +136,11 @@ class MemoryTier:
         self._whole: Place | None = None
         #: Whether the last save found no slot in all the time that it had. Rank 0 knows, for all ranks.
         self._waited_in_vain = False
+
+    @property
+    def node(self) -> NodeDirs:
+        """The folders of this node that saves and restores use."""
+        return NodeDirs(self.stager.node_dir, self.stager.disk)
 
     @property
     def is_unused(self) -> bool:
@@ -251,7 +258,7 @@ class MemoryTier:
             if not found.all_looked:
                 # This job did not restore. Give up the checkpoints of which memory has only a part: the nodes or ranks
                 # that had the rest are gone.
-                self._whole = drop_parts(self._run, self._node_dir, channel, deadline, may_begin_anew=may_begin_anew)
+                self._whole = drop_parts(self._run, self.node, channel, deadline, may_begin_anew=may_begin_anew)
                 self._has_looked = True
                 self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
                 continue
@@ -262,7 +269,7 @@ class MemoryTier:
                 continue  # foreign slots were freed, so look again
             if found.looks_again:
                 clearing = Clearing(self.stager.first, takes_over=self._has_restored)
-                make_room(self._run, self._node_dir, channel, deadline, clearing)
+                make_room(self._run, self.node, channel, deadline, clearing)
                 self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
             if found.has_room or memory_only or (found.full and when_full == "skip"):
                 return found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from inspect import getattr_static
+from pathlib import Path
 from types import FunctionType
 
 from holdfast.checkpointer.memory_option import Memory
@@ -14,6 +16,8 @@ from holdfast.policy.chance import kept_by_chance
 from holdfast.policy.keep import KeepPolicy, check_keep, join_hint
 from holdfast.policy.stop import StopAfter
 from holdfast.policy.when import SavePolicy
+from holdfast.store.base import SCHEME
+from holdfast.store.urls import absolute
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +65,20 @@ def check_options(
     if save is not None and isinstance(keep, KeepPolicy) and global_rank() == 0:
         for warning in kept_by_chance(save, keep):
             _log.warning("%s", warning)
+
+
+def checked_disk(local: object, *, memory: object, takeover: object) -> Path | None:
+    """The option `local` of a `Checkpointer`, as an absolute path. Raises `TypeError` or `ValueError` where it is none,
+    or does not fit the other options."""
+    if local is None:
+        return None
+    if not isinstance(local, str | os.PathLike) or SCHEME.match(os.fspath(local)):
+        raise TypeError(f"local is the path of a folder on a disk of each node, not {local!r}")
+    if memory is None:
+        raise ValueError("local= needs memory, from where the keeper writes to that disk; leave memory=None out")
+    if takeover == "always":
+        raise ValueError("local= is not for jobs with takeover='always': each of their saves ends the turn of another")
+    return Path(absolute(os.fspath(local)))
 
 
 def check_listeners(listeners: object) -> None:

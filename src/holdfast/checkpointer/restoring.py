@@ -9,19 +9,30 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy, Tier
+from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
+from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
-from holdfast.checkpointer.choosing import Chosen, Clearing, Inventory, Survey, Unknown, inventory, known_of
+from holdfast.checkpointer.choosing import (
+    Chosen,
+    Clearing,
+    DamagedCopy,
+    Inventory,
+    Survey,
+    Unknown,
+    generation_of,
+    inventory,
+    known_of,
+)
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
+from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.collector import collector_paused
@@ -40,8 +51,9 @@ from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.loading.one_load import Loading, Opened
+from holdfast.node_disk.disk_folder import DiskPart, check_root, parts_on_disks, use_disk
 from holdfast.node_memory.claims import Claim, has_trainer
-from holdfast.node_memory.generations import Generation, give_up_generation, read_generation
+from holdfast.node_memory.generations import Generation, give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, promote_all, slot_names
 from holdfast.phases import attempt, done, told
@@ -74,7 +86,7 @@ def restore(
     run: Location,
     state: Mapping[str, object],
     *,
-    node_dir: Path | None,
+    node: NodeDirs | None,
     select: str | Sequence[str] | None,
     group: ProcessGroup | None,
     verify: bool,
@@ -92,8 +104,8 @@ def restore(
         select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
     )
     damaged: list[_DamagedSnapshot] = []
-    if node_dir is not None and at is None:
-        restored = _from_memory(run, state, node_dir, group, options, damaged, timeout_s=timeout_s)
+    if node is not None and at is None:
+        restored = _from_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
         if restored is not None:
             return restored
     try:
@@ -127,9 +139,15 @@ def restore(
 
 def _with_skipped(report: LoadReport, damaged: Sequence[_DamagedSnapshot]) -> LoadReport:
     """The report of a load from storage, which comes after newer checkpoints in memory proved damaged."""
-    told, loaded = dict(report.skipped), Place.parse(report.place)
-    newer = [each for each in damaged if each.place > loaded and str(each.place) not in told]
-    return replace(report, skipped=(*((str(each.place), each.error.message) for each in newer), *report.skipped))
+    told, newer = dict(report.skipped), _skipped(damaged, Place.parse(report.place))
+    first = ((str(each.place), each.reason) for each in newer if str(each.place) not in told)
+    return replace(report, skipped=(*first, *report.skipped))
+
+
+def _skipped(damaged: Sequence[_DamagedSnapshot], loaded: Place) -> list[Skipped]:
+    """The damaged checkpoints that are newer than the one at `loaded`, which is used instead."""
+    newer = {each.place: each.error.message for each in damaged if each.place > loaded}
+    return [Skipped(place, reason) for place, reason in newer.items()]
 
 
 def _no_steps(initial: Selection) -> ConfigurationError:
@@ -154,7 +172,7 @@ def _note_fork(run: Location, initial: Selection, report: LoadReport, *, timeout
 
 
 def drop_parts(
-    run: Location, node_dir: Path, channel: Channel, deadline: Deadline, *, may_begin_anew: bool
+    run: Location, node: NodeDirs, channel: Channel, deadline: Deadline, *, may_begin_anew: bool
 ) -> Place | None:
     """Give up the checkpoints of which the nodes' memory has only a part. Returns the place of the newest whole
     checkpoint in memory on the lineage of the run's head; None if there is none. Collective.
@@ -163,7 +181,7 @@ def drop_parts(
         ConfigurationError: code ``config.unloaded_history``: memory holds a whole checkpoint and storage has none yet,
             so this job, which restored nothing, would begin the run anew, and `may_begin_anew` is false.
     """
-    with _looked_at(run, node_dir, channel, deadline, Survey()) as (folder, _, chosen):
+    with _looked_at(run, node, channel, deadline, Survey()) as ((folder, *_), chosen):
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -180,24 +198,26 @@ def drop_parts(
         return seal.place
 
 
-def make_room(run: Location, node_dir: Path, channel: Channel, deadline: Deadline, clearing: Clearing) -> None:
+def make_room(run: Location, node: NodeDirs, channel: Channel, deadline: Deadline, clearing: Clearing) -> None:
     """Give up the checkpoints that `clearing` names: at the last look, a trainer may have been filling the rest of one.
     Collective."""
-    with _looked_at(run, node_dir, channel, deadline, Survey(clearing)):
+    with _looked_at(run, node, channel, deadline, Survey(clearing)):
         pass
 
 
 class _DamagedSnapshot(NamedTuple):
-    """A checkpoint in the memory of the nodes that all ranks passed over, because one of them found it damaged."""
+    """A checkpoint on the nodes that all ranks passed over, because one of them found it damaged; or only the `copy`
+    that is damaged, where another one of the same file may be sound."""
 
     place: Place
     error: HoldfastError
+    copy: DamagedCopy | None
 
 
 def _from_memory(
     run: Location,
     state: Mapping[str, object],
-    node_dir: Path,
+    node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
     damaged: list[_DamagedSnapshot],
@@ -208,13 +228,15 @@ def _from_memory(
     Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
     try:
         while True:
-            found = _newest_in_memory(run, state, node_dir, group, options, damaged, timeout_s=timeout_s)
+            found = _newest_in_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
             if not isinstance(found, _DamagedSnapshot):
                 break
             damaged.append(found)
             if group_ranks(group)[0] == global_rank():
                 _log.warning(
-                    "checkpoint %s is damaged in the memory of a node, looking for an older one there: %s",
+                    "checkpoint %s is damaged in the memory of a node, looking for an older one there: %s"
+                    if found.copy is None
+                    else "a copy of a file of checkpoint %s is damaged, looking for another one: %s",
                     found.place,
                     found.error.message,
                 )
@@ -233,19 +255,21 @@ def _from_memory(
 def _newest_in_memory(
     run: Location,
     state: Mapping[str, object],
-    node_dir: Path,
+    node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
     damaged: Sequence[_DamagedSnapshot],
     *,
     timeout_s: float,
 ) -> Restored | _DamagedSnapshot | None:
-    """Fill `state` from the newest checkpoint that memory holds whole and that is older than the `damaged` ones. None
-    if there is none; the checkpoint itself if a rank found it damaged."""
+    """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the `damaged` ones. None
+    if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged."""
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
-    survey = Survey(damaged=[each.place for each in damaged])
-    with _looked_at(run, node_dir, channel, deadline, survey, options) as (folder, slots, chosen):
+    bad = frozenset(each.copy for each in damaged if each.copy is not None)
+    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad)
+    with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
+        folder = found.folder
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -254,20 +278,30 @@ def _newest_in_memory(
         resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            held = _CheckpointInMemory(storage, seal, chosen, partial(_copies, folder, slots, seal, chosen))
+            held = _CheckpointInMemory(storage, seal, chosen, partial(_copies, found, seal, chosen, bad))
             try:
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
                 if not is_damage(error):
                     raise
-                return _DamagedSnapshot(seal.place, error)
+                copy = _copy_of(seal, error) if chosen.on_disk else None
+                return _DamagedSnapshot(seal.place, error, None if copy in bad else copy)
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
         promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
-        told = RestoreReport(report.step, report.place, "node memory", report, resumes.earlier)
+        told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier)
         return Restored(told, uncommitted, seal.place)
+
+
+def _copy_of(seal: Seal, error: HoldfastError) -> DamagedCopy | None:
+    """The copy on a node that `error` says is damaged; None where it names none. The same on all ranks."""
+    name = (error.path or "").rpartition("/")[2]
+    tiers = {kind.value: kind for kind in (NodeTier.NODE_MEMORY, NodeTier.NODE_DISK)}
+    if error.tier not in tiers or name not in [file.name for file in seal.files]:
+        return None
+    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier] is NodeTier.NODE_DISK)
 
 
 class _CheckpointInMemory:
@@ -293,6 +327,11 @@ class _CheckpointInMemory:
         return Opened(*self._opened)
 
     @property
+    def place(self) -> Place:
+        """The place of the checkpoint."""
+        return self._seal.place
+
+    @property
     def run_id(self) -> str:
         """The id of the run, once the checkpoint is open."""
         assert self._opened is not None, "it is opened before it is loaded"
@@ -311,45 +350,59 @@ class _CheckpointInMemory:
 @contextmanager
 def _looked_at(
     run: Location,
-    node_dir: Path,
+    node: NodeDirs,
     channel: Channel,
     deadline: Deadline,
     survey: Survey,
     options: LoadOptions | None = None,
-) -> Iterator[tuple[NodeFolder, list[Slot], Chosen]]:
-    """Look at the memory of all nodes, and choose the checkpoint that all ranks restore. Yields this node's open folder
-    and slots, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
+) -> Iterator[tuple[_NodeMemory, Chosen]]:
+    """Look at the memory and disks of all nodes, and choose the checkpoint that all ranks restore. Yields what this
+    node has, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
     `survey` gives up besides, and lets go of those of another history. With the `options` of a restore, records that
     this job resumes the checkpoint. Collective."""
     with ExitStack() as stack:
 
         def look() -> _NodeMemory:
-            with unusable_memory(node_dir):
-                folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node_dir))
+            with unusable_memory(node.memory):
+                folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node.memory))
                 stack.enter_context(Claim(folder))  # so that no process removes slots while this one looks at them
+                if node.disk is not None:
+                    check_root(node.disk, run)
+                    use_disk(folder, node.disk, run)
                 slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
-                return _NodeMemory(folder, slots, inventory(folder, slots))
+                parts = _parts(folder, run)
+                return _NodeMemory(folder, slots, parts, inventory(folder, slots, parts.values()))
 
         def give_up() -> None:
-            with unusable_memory(node_dir):
+            with unusable_memory(node.memory):
                 for checkpoint_id in chosen.given_up:
-                    give_up_generation(folder, checkpoint_id)
-                _let_go(folder, slots, chosen.let_go)
+                    give_up_generation(found.folder, checkpoint_id)
+                _let_go(found, chosen.let_go)
 
-        node = attempt(look)
-        chosen = _choose(run, node, channel, deadline, survey, options)
-        folder, slots, _ = done(node)
+        looked = attempt(look)
+        chosen = _choose(run, looked, channel, deadline, survey, options)
+        found = done(looked)
         if chosen.given_up or chosen.let_go:
             channel.confirm("inventory", attempt(give_up), deadline)
-        yield folder, slots, chosen
+        yield found, chosen
 
 
 class _NodeMemory(NamedTuple):
-    """The memory that this rank finds on its node."""
+    """What this rank finds on its node: the folder of the run in memory with its slots, and by id, the parts of
+    checkpoints on disks."""
 
     folder: NodeFolder
     slots: list[Slot]
+    parts: Mapping[str, DiskPart]
     inventory: Inventory
+
+
+def _parts(folder: NodeFolder, run: Location) -> Mapping[str, DiskPart]:
+    """The parts of checkpoints on the disks of this node. Makes sure that a keeper brings to the run what it lacks."""
+    parts = parts_on_disks(folder)
+    if not all(part.is_drained for part in parts.values()):
+        ensure_keeper(folder, text_of(run))
+    return parts
 
 
 def _choose(
@@ -363,7 +416,8 @@ def _choose(
     """Choose the checkpoint that all ranks restore from memory. Collective."""
 
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
-        survey.look(done(node).folder, inventories)
+        here = done(node)
+        survey.look(here.folder, here.parts, inventories)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             answer = survey.answer(storage)
             return _resumed(answer, storage, options) if isinstance(answer, Chosen) else answer
@@ -378,7 +432,8 @@ def _choose(
     )
     if isinstance(answer, Chosen):
         return answer
-    known = attempt(partial(known_of, done(node).folder, answer, rank=channel.rank))
+    here = done(node)
+    known = attempt(partial(known_of, here.folder, here.parts, answer, rank=channel.rank))
     return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
 
 
@@ -414,7 +469,7 @@ def _load(
 ) -> LoadReport:
     if held.chosen.owners:
         held.share_values(channel, deadline)
-    skipped = [Skipped(each.place, each.error.message) for each in damaged]
+    skipped = _skipped(damaged, held.place)
     # Else every rank can read all of it: each opens it while it matches names, and the exchange that follows tells all
     # ranks of a failure. One exchange less is a wait less for the slowest rank.
     return loading.fill(state, held.open, epoch=held.chosen.epoch, skipped=skipped)
@@ -455,45 +510,62 @@ def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Ite
         yield slots
 
 
-def _let_go(folder: NodeFolder, slots: Sequence[Slot], checkpoint_ids: Collection[str]) -> None:
-    """Remove the slots of checkpoints of another history, and tell the keeper to free those that it owns."""
-    for slot in slots:
+def _let_go(found: _NodeMemory, checkpoint_ids: Collection[str]) -> None:
+    """Remove the slots of checkpoints of another history, and tell the keeper to free those that it owns, and to remove
+    the parts on disks."""
+    for checkpoint_id in found.parts.keys() & set(checkpoint_ids):
+        give_up_generation(found.folder, checkpoint_id)
+    for slot in found.slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id in checkpoint_ids:
             if slot.state in OWED:
-                give_up_generation(folder, contents.checkpoint_id)
+                give_up_generation(found.folder, contents.checkpoint_id)
             else:
                 slot.remove()  # the other ranks of this node do the same
 
 
-def _copies(folder: NodeFolder, slots: Sequence[Slot], seal: Seal, chosen: Chosen) -> dict[str, tuple[FileCopy, ...]]:
-    """The copies of the `chosen` checkpoint's files in node memory. This rank can read those of its own node."""
-    memory = FilesInMemory(str(folder.path))
+def _copies(
+    found: _NodeMemory, seal: Seal, chosen: Chosen, bad: Collection[DamagedCopy]
+) -> dict[str, tuple[FileCopy, ...]]:
+    """The copies of the `chosen` checkpoint's files on the nodes, the nearest first, but for the `bad` ones. This rank
+    can read those of its own node."""
+    memory = FilesInMemory(str(found.folder.path))
     prefix = records.checkpoint_key(chosen.folder, "")
-    manifest = chosen.manifest or _manifest(folder, seal)
+    part = found.parts.get(seal.checkpoint_id)
+    manifest = chosen.manifest or _manifest(found, seal)
     files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}
-    for slot in slots:
+    for slot in found.slots:
         contents = slot.record.contents
         if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
-            for part in contents.files:
-                files[seal.files[part.file].name] = data_file(slot, part)
+            for each in contents.files:
+                files[seal.files[each.file].name] = data_file(slot, each)
     for name, data in files.items():
         memory.add(prefix + name, MemoryFile(data, path=memory.path(prefix + name)))
+    on_disk = set() if part is None else {seal.files[number].name for number in part.file_numbers()}
     holders = dict(enumerate(chosen.owners))
-    names = {fmt.NAME: EVERY_RANK} | {each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files)}
-    return {name: (FileCopy(memory, prefix + name, Tier.NODE_MEMORY, holder),) for name, holder in names.items()}
+    names = {fmt.NAME: EVERY_RANK} | {
+        each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files) if file not in chosen.in_run
+    }
+    near: dict[str, tuple[FileCopy, ...]] = {}
+    for name, holder in names.items():
+        in_memory = FileCopy(memory, prefix + name, NodeTier.NODE_MEMORY, holder)
+        copies = [in_memory] if name in files and DamagedCopy(seal.checkpoint_id, name, False) not in bad else []
+        if part is not None and name in on_disk and DamagedCopy(seal.checkpoint_id, name, True) not in bad:
+            copies.append(FileCopy(part.store, part.key(name), NodeTier.NODE_DISK, holder))
+        near[name] = tuple(copies) or (in_memory,)  # else the rank of another node alone can read it
+    return near
 
 
-def _manifest(folder: NodeFolder, seal: Seal) -> bytes:
-    """The manifest of a checkpoint in this node's memory. Raises `CorruptError` if it is gone."""
+def _manifest(found: _NodeMemory, seal: Seal) -> bytes:
+    """The manifest of a checkpoint that this node has a file of. Raises `CorruptError` if it is gone."""
     try:
-        return read_generation(folder, seal.checkpoint_id).manifest
+        return generation_of(found.folder, found.parts, seal.checkpoint_id).manifest
     except FileNotFoundError as error:
         raise CorruptError(
             f"step {seal.step} left the memory of this node, because a job that trains has replaced it.",
             code="corrupt.generation",
             action="No action needed: holdfast skips it, and uses storage.",
-            path=str(folder.path),
+            path=str(found.folder.path),
             tier="node memory",
         ) from error
 

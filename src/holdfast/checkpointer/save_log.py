@@ -70,8 +70,8 @@ def log_restored(event: StateRestored) -> None:
     elif report.place is None and report.load is not None:
         what = "there is nothing to restore in '%s' yet: it is a fork of %s, and training goes on at step %d"
         LOG.info(what, event.run, report.load.path, report.next_step)
-    elif report.tier == "node memory" and report.load is not None:
-        LOG.info("restored from node memory: %s", report.load.summary)
+    elif report.tier != "storage" and report.load is not None:
+        LOG.info("restored from %s: %s", report.tier, report.load.summary)
     if report.earlier_resumes >= WARNED_FROM:
         _log.warning(
             "%d jobs have resumed step %s (place %s) of '%s' before this one, and none has committed a newer "

@@ -26,6 +26,7 @@ from holdfast.format.container import ALIGNMENT, FileLayout
 from holdfast.format.records import Place
 from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
+from holdfast.node_disk.disk_folder import own_folder, part_of, use_disk
 from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, write_generation
@@ -51,6 +52,8 @@ class Stager:
         self.guard = Guard()
         self._run = run
         self.node_dir = node_dir
+        #: The folder on a disk of the node to which data files go before they go to the run (None: to the run at once).
+        self.disk: Path | None = None
         self._rank = rank
         #: The wanted number of slots. It may be raised; the next save then takes more memory.
         self.num_slots = num_slots
@@ -115,13 +118,16 @@ class Stager:
         thread prepares the others.
 
         Raises:
-            ConfigurationError: there is too little memory (the error names the limit), or no keeper could be started.
+            ConfigurationError: there is too little memory (the error names the limit), no keeper could be started, or
+                the folder on the disk cannot be used.
             StorageError: the memory cannot be used.
             DeadlineError: it took longer than `timeout_s`.
         """
         memory = self._memory.used
         with unusable_memory(memory.folder.path):
             ensure_keeper(memory.folder, text_of(self._run))
+        if self.disk is not None:
+            own_folder(self.disk / share.manifest.body.run_id)
         nbytes = _nbytes(share)
         if nbytes and not self._has_reserved(nbytes, device, timeout_s):
             if self._reserved_nbytes >= 0 and memory.arena.error is not None:
@@ -227,6 +233,8 @@ class Stager:
             memory = self._memory.opened(num_slots=self.num_slots)
         if memory.is_removed:
             raise FileNotFoundError(ENOENT, os.strerror(ENOENT))
+        if self.disk is not None:
+            use_disk(memory.folder, self.disk, self._run)
         ensure_keeper(memory.folder, text_of(self._run))
         self._was_used = True
         arena = memory.arena
@@ -336,22 +344,11 @@ class Stager:
 
     def finish(self, machine: SaveMachine, agreed: Agreed, share: StoredShare, slot: Slot | None) -> None:
         """Hand the filled `slot` to the keeper, and watch the save from now on."""
-        nbytes = _nbytes(share)
+        nbytes, part = _nbytes(share), None
         if slot is not None:
-            manifest = share.manifest.encode()
-            write_generation(
-                self._memory.used.folder,
-                Generation(
-                    self._run.url,
-                    agreed.folder,
-                    agreed.checkpoint_id,
-                    agreed.place,
-                    agreed.step,
-                    manifest,
-                    agreed.incarnation,
-                    self._run.options,
-                ),
-            )
+            generation = self._generation(agreed, share)
+            write_generation(self._memory.used.folder, generation)
+            part = None if self.disk is None else part_of(self.disk, agreed.run_id, generation)
             slot.advance(msgspec.structs.replace(slot.record, state=SlotState.STAGED))
         else:
             self._partless = (agreed.place, agreed.checkpoint_id)
@@ -359,7 +356,20 @@ class Stager:
         if slot is None and agreed.memory_only:
             machine.hold(nbytes)  # this rank has no part that a keeper would seal
         else:
-            self._watcher.add(machine, agreed.checkpoint_id, slot)
+            self._watcher.add(machine, agreed.checkpoint_id, slot, part=part)
+
+    def _generation(self, agreed: Agreed, share: StoredShare) -> Generation:
+        return Generation(
+            self._run.url,
+            agreed.folder,
+            agreed.checkpoint_id,
+            agreed.place,
+            agreed.step,
+            share.manifest.encode(),
+            agreed.incarnation,
+            self._run.options,
+            "" if self.disk is None else str(self.disk),
+        )
 
     def fail(self, checkpoint_id: str, slot: Slot | None, error: BaseException | None = None) -> None:
         """Free `slot`. The next save tells all ranks that this checkpoint can never be whole. If memory itself failed

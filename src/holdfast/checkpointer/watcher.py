@@ -18,6 +18,7 @@ from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.keeper.client import ensure_keeper
 from holdfast.latch import Latch
+from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.node_folder import unusable_memory
 from holdfast.node_memory.slots import Slot, SlotState
 from holdfast.run.history import Run
@@ -37,11 +38,20 @@ _log = logging.getLogger(__name__)
 
 
 class _Pending(NamedTuple):
-    """A save that has not ended yet; `slot` is None on a rank that has no data file."""
+    """A save that has not ended yet; `slot` is None on a rank that has no data file. `part` is this node's part of the
+    checkpoint on a disk, from where it goes to the run (None: it goes there at once), with the data files numbered
+    `files` of this rank."""
 
     machine: SaveMachine
     checkpoint_id: str
     slot: Slot | None
+    part: DiskPart | None
+    files: tuple[int, ...]
+
+    @property
+    def needed_slot(self) -> Slot | None:
+        """The slot, unless a disk has its contents."""
+        return None if self.slot is None or self.slot.state == SlotState.ON_DISK else self.slot
 
 
 class Watcher:
@@ -52,7 +62,7 @@ class Watcher:
     """
 
     def __init__(self, run: Location, node_dir: Path, *, rank: int) -> None:
-        self.memory = RankMemory(run, node_dir, rank=rank, watched=lambda: [each.slot for each in self._pending_now()])
+        self.memory = RankMemory(run, node_dir, rank=rank, watched=self._needed_slots)
         self.given_up = GivenUp(self.memory)
         self._run = run
         #: The lock of the list below. A thread that holds it calls nothing else.
@@ -67,10 +77,12 @@ class Watcher:
             self._thread = Thread(target=self._watch, name="holdfast-watch", daemon=True)
             self._thread.start()
 
-    def add(self, machine: SaveMachine, checkpoint_id: str, slot: Slot | None) -> None:
+    def add(self, machine: SaveMachine, checkpoint_id: str, slot: Slot | None, *, part: DiskPart | None = None) -> None:
         """Watch a save that was handed to the keeper, until it ends."""
+        contents = None if part is None or slot is None else slot.record.contents
+        files = () if contents is None else tuple(each.file for each in contents.files)
         with self._lock:
-            self._pending.append(_Pending(machine, checkpoint_id, slot))
+            self._pending.append(_Pending(machine, checkpoint_id, slot, part, files))
 
     @property
     def trouble(self) -> str:
@@ -107,6 +119,9 @@ class Watcher:
             self._look(pending)
             pending.machine.leave(unwatched(pending.machine.step))
 
+    def _needed_slots(self) -> list[Slot | None]:
+        return [each.needed_slot for each in self._pending_now()]
+
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
             return list(self._pending)
@@ -130,23 +145,29 @@ class Watcher:
     def _look(self, pending: _Pending) -> None:
         machine, slot = pending.machine, pending.slot
         if slot is not None and not machine.is_over:
-            self._look_at_slot(machine, pending.checkpoint_id, slot)
+            self._look_at_slot(pending, slot)
         if machine.is_over:
             with self._lock:
                 if pending in self._pending:
                     self._pending.remove(pending)
 
-    def _look_at_slot(self, machine: SaveMachine, checkpoint_id: str, slot: Slot) -> None:
+    def _look_at_slot(self, pending: _Pending, slot: Slot) -> None:
+        machine, checkpoint_id = pending.machine, pending.checkpoint_id
         record = slot.refresh()
         contents = record.contents
         if slot.is_damaged:
             self.given_up.fail(checkpoint_id)
             machine.fail(removed(machine.step))
         elif contents is None or contents.checkpoint_id != checkpoint_id:
-            self._end_lost(machine, checkpoint_id)
+            self._look_at_disk(pending)
         elif record.state == SlotState.COMMITTED:
             referenced_nbytes = record.referenced_nbytes
             machine.commit(contents.files_nbytes - referenced_nbytes, referenced_nbytes=referenced_nbytes)
+        elif record.state == SlotState.ON_DISK:
+            machine.seal()
+            if record.error:
+                machine.delay(record.error)
+            self._look_at_disk(pending)
         elif record.state == SlotState.HELD:
             machine.hold(contents.files_nbytes)
         elif record.state == SlotState.FENCED:
@@ -160,6 +181,18 @@ class Watcher:
                 machine.seal()
             if record.error:
                 machine.delay(record.error)
+
+    def _look_at_disk(self, pending: _Pending) -> None:
+        """Look at a save whose slot was free to be filled again: what a disk of the node has of it, if anything."""
+        part, machine = pending.part, pending.machine
+        try:
+            if part is not None and part.is_drained:
+                nbytes, referenced_nbytes = part.stored_nbytes(pending.files)
+                machine.commit(nbytes, referenced_nbytes=referenced_nbytes)
+            elif part is None or not part.is_there:
+                self._end_lost(machine, pending.checkpoint_id)
+        except HoldfastError as error:  # of the disk
+            machine.delay(str(error))
 
     def _end_lost(self, machine: SaveMachine, checkpoint_id: str) -> None:
         """End a save whose slot holds something else now. It may have been committed and freed before this watcher

@@ -322,6 +322,9 @@ def keeper(
     run: RunArgument,
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - made private in it
+    local: Annotated[
+        str | None, typer.Option("--local", help="A folder on a disk of this node, as trainers name it.")
+    ] = None,
     idle_s: Annotated[
         float,
         typer.Option("--idle-s", callback=_seconds, help="End after this many seconds without trainers or work."),
@@ -334,7 +337,7 @@ def keeper(
     from holdfast.keeper.__main__ import serve
     from holdfast.run.by_path import parse_run
 
-    if not serve(parse_run(run).root, node_dir=node_dir, idle_s=idle_s, grace_s=grace_s):
+    if not serve(parse_run(run).root, node_dir=node_dir, local=local, idle_s=idle_s, grace_s=grace_s):
         raise typer.Exit(FINDING)
 
 

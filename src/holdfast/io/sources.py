@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, FileReader
 
 #: Smaller pieces of memory are copied: a piece by itself takes longer on its way than their copy.
 _IN_PLACE_NBYTES = 256 << 10
@@ -48,6 +48,23 @@ class BytesSource:
     def read_into(self, start: int, out: Bytes) -> None:
         """Copy bytes [start, start + len(out)) to `out`."""
         out[:] = self._data[start : start + len(out)]
+
+
+class OpenFileSource:
+    """A source of the bytes of an open file, from `start` to its end."""
+
+    def __init__(self, reader: FileReader, start: int) -> None:
+        self._reader = reader
+        self._start = start
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self._reader.nbytes - self._start
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        """Copy bytes [start, start + len(out)) to `out`."""
+        self._reader.read_at(self._start + start, out)
 
 
 class JoinedSources:

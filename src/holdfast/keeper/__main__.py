@@ -16,11 +16,12 @@ from threading import Event
 from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
 from holdfast.keeper.log import BoundedLog
+from holdfast.node_disk.disk_folder import use_disk
 from holdfast.node_memory.inventory import name_of
 from holdfast.node_memory.keeper_lock import require_protocol, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import parse
-from holdfast.store.urls import absolute
+from holdfast.store.urls import absolute, location_of
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m holdfast.keeper", description="Make snapshots of one run durable.")
     parser.add_argument("run", help="the run, as trainers name it")
     parser.add_argument("--node-dir", default=str(DEFAULT_NODE_DIR), help="a folder in memory")
+    parser.add_argument("--local", help="a folder on a disk of this node, as trainers name it")
     parser.add_argument(
         "--idle-s", type=float, default=IDLE_S, help="end after this many seconds without trainers or work"
     )
@@ -40,7 +42,12 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     try:
         owes_nothing = serve(
-            given.run, node_dir=given.node_dir, idle_s=given.idle_s, grace_s=given.grace_s, detach=given.detach
+            given.run,
+            node_dir=given.node_dir,
+            local=given.local,
+            idle_s=given.idle_s,
+            grace_s=given.grace_s,
+            detach=given.detach,
         )
     except HoldfastError as error:
         _log.error("%s", error)
@@ -48,12 +55,20 @@ def main(arguments: list[str]) -> int:
     return 0 if owes_nothing else 1
 
 
-def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: bool = False) -> bool:
-    """Keep `run` on this node until SIGTERM, or until there is nothing to keep. Returns whether everything is durable
-    then, or another keeper is at work. With `detach`, a child does this in the background, and the calling process
-    ends once the keeper's lock is taken.
+def serve(
+    run: str,
+    *,
+    node_dir: str,
+    local: str | None = None,
+    idle_s: float,
+    grace_s: float,
+    detach: bool = False,
+) -> bool:
+    """Keep `run` on this node until SIGTERM, or until there is nothing to keep; also what earlier jobs left of it in
+    the folder `local` on a disk. Returns whether everything is durable then, or another keeper is at work. With
+    `detach`, a child does this in the background, and the calling process ends once the keeper's lock is taken.
 
-    Raises `ConfigurationError` where `node_dir` cannot be used, or its contents are another version's.
+    Raises `ConfigurationError` where `node_dir` or `local` cannot be used, or its contents are another version's.
     """
     handlers = [BoundedLog(is_bounded=detach)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
@@ -63,6 +78,8 @@ def serve(run: str, *, node_dir: str, idle_s: float, grace_s: float, detach: boo
     os.nice(19)  # training goes first
     uri = name_of(parse(run).location)
     with NodeFolder(uri, node_dir=Path(absolute(node_dir))) as folder:
+        if local is not None:
+            use_disk(folder, Path(absolute(local)), location_of(uri))
         require_protocol(folder, timeout_s=2 * GRACE_S)
         lock = try_lock(folder)
         if lock is None:

@@ -23,8 +23,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
+from holdfast.keeper.disk_tier import DiskTier
 from holdfast.keeper.persist import Sealing
-from holdfast.keeper.writing import Writing
+from holdfast.keeper.writing import KeptFiles, StagedFiles, Writing
+from holdfast.node_disk.disk_folder import NODE_DISK
 from holdfast.node_memory.claims import has_trainer, is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.node_memory.inventory import remove_ended, write_run
@@ -93,6 +95,7 @@ class Keeper:
         self._lock = lock
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
+        self._disks = DiskTier(folder)
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
@@ -125,7 +128,8 @@ class Keeper:
             was_tended = was_tended or is_tended
             if is_tended:
                 tended_at = time.monotonic()
-            if time.monotonic() - tended_at > orphaned_s:
+            self._disks.is_abandoned = time.monotonic() - tended_at > orphaned_s
+            if self._disks.is_abandoned:
                 self._abandon(orphaned_s)
             if self.look() or self.owes or is_tended:
                 busy_at = time.monotonic()
@@ -152,18 +156,20 @@ class Keeper:
         # every generation in this list is named by its slots by the time they are read.
         known = {*generation_ids(self._folder), *given_up_ids(self._folder)}
         self._meet()
+        self._disks.meet()
         if not self.is_displaced:
             self._give_up()
             self._remove_old()
             self._forget(known)
             self._promote()
         sealing = self._seal_all()
-        return self._write() or sealing
+        storing = self._disks.store(self._slots.values(), self._seals, self._sealing)
+        return self._write() or sealing or storing
 
     @property
     def owes(self) -> bool:
-        """Whether any slot is STAGED or SEALED, and so not durable yet."""
-        return any(slot.state in OWED for slot in self._slots.values())
+        """Whether any slot is STAGED or SEALED, and so not durable yet, or the run lacks what a disk here has."""
+        return bool(self._disks.owed) or any(slot.state in OWED for slot in self._slots.values())
 
     def give_back(self) -> None:
         """Remove all slots without a living trainer whose contents are durable, and the generations that no slot needs
@@ -181,6 +187,7 @@ class Keeper:
         if self._writing is not None:
             self._writing.give_up()
         self._sealers.shutdown()
+        self._disks.close()
         self._writers.shutdown()
         for writing in (*self._waiting.values(), *([self._writing] if self._writing else [])):
             writing.close()
@@ -247,6 +254,8 @@ class Keeper:
         """Forget those of the `known` generations that no slot's contents name, and remove the unnamed files of killed
         processes."""
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
+        self._disks.forget(held)
+        held.update(self._disks.owed)
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
         for about in self._told.keys() - held - set(self._folder.names()):
@@ -277,9 +286,13 @@ class Keeper:
                 del self._slots[name]
 
     def _give_up(self) -> None:
-        """Free the slots of given-up generations, which can never become whole, unless they are being read."""
+        """Free the slots of given-up generations, which can never become whole, unless they are being read, and remove
+        their parts on disks."""
         given_up = given_up_ids(self._folder)
-        for slot in [*self._owed_at_rest(), *self._held()]:
+        if self._writing is not None:
+            given_up.discard(self._writing.sealing.generation.checkpoint_id)
+        self._disks.give_up(given_up)
+        for slot in [*self._owed_at_rest(), *self._in_state(SlotState.HELD), *self._in_state(SlotState.ON_DISK)]:
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
                 self._free(slot)
 
@@ -288,7 +301,10 @@ class Keeper:
         Each node does so. Where it waits for other nodes for long, these may lack their part of it, and the next older
         one follows. Parts of older ones than a durable one are freed: nobody needs them, and other nodes may have
         freed theirs."""
-        held, at_rest = self._held(), [slot for slot in self._owed_at_rest() if slot.state == SlotState.SEALED]
+        held, at_rest = (
+            self._in_state(SlotState.HELD),
+            [slot for slot in self._owed_at_rest() if slot.state == SlotState.SEALED],
+        )
         has_trainers = any(has_trainer(self._folder, slot.rank) for slot in held)
         for slot in [*held, *at_rest]:
             contents = slot.record.contents
@@ -296,7 +312,9 @@ class Keeper:
                 continue
             newer = [(state, other) for state, other in self._living(contents.run_id) if contents.place < other.place]
             is_late = contents.memory_only and any(state == SlotState.COMMITTED for state, _ in newer)
-            is_next = all(state in OWED and self._waits_long(other.checkpoint_id) for state, other in newer)
+            is_next = all(
+                state in (*OWED, SlotState.ON_DISK) and self._waits_long(other.checkpoint_id) for state, other in newer
+            )
             if is_late and (slot.state == SlotState.SEALED or not has_trainers):
                 self._free(slot)
             elif is_next and slot.state == SlotState.HELD and not has_trainers and slot.name not in self._seals:
@@ -315,16 +333,16 @@ class Keeper:
         found = [(slot.state, slot.record.contents) for slot in self._slots.values() if slot.state != SlotState.FENCED]
         return [(state, contents) for state, contents in found if contents is not None and contents.run_id == run_id]
 
-    def _held(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.state == SlotState.HELD]
+    def _in_state(self, state: SlotState) -> list[Slot]:
+        return [slot for slot in self._slots.values() if slot.state == state]
 
     def _free(self, slot: Slot) -> None:
-        """Free a slot whose contents nobody needs: one that the keeper owns, or a HELD one that no trainer has just
+        """Free a slot whose contents nobody needs: one that the keeper owns, or another one that no trainer has just
         taken."""
-        is_held = slot.state == SlotState.HELD
-        if is_held and not slot.take():
+        state = slot.state
+        if state not in OWED and not slot.take():
             return
-        if is_held and slot.refresh().state != SlotState.HELD:
+        if state not in OWED and slot.refresh().state != state:
             slot.let_go()
             return
         slot.advance(SlotRecord(SlotState.FREE))
@@ -344,7 +362,8 @@ class Keeper:
     def _being_read(self) -> set[str]:
         """The names of the slots that are being hashed or written. (Those that wait for other nodes' files already
         were.)"""
-        return set(self._seals) if self._writing is None else {*self._seals, *self._writing.names}
+        written = () if self._writing is None else self._writing.names
+        return {*self._seals, *self._disks.being_read, *written}
 
     def _seal_all(self) -> bool:
         """Start to seal STAGED slots, and to hash those again that were SEALED before the node's last boot. Returns
@@ -377,9 +396,10 @@ class Keeper:
         or damaged: then this gives up the checkpoint's slots."""
         if checkpoint_id not in self._generations:
             try:
-                self._generations[checkpoint_id] = Sealing(read_generation(self._folder, checkpoint_id))
+                on_disk = self._disks.generation(checkpoint_id)
+                self._generations[checkpoint_id] = Sealing(on_disk or read_generation(self._folder, checkpoint_id))
             except (FileNotFoundError, CorruptError, IncompatibleError) as error:
-                for slot in [*self._owed_at_rest(), *self._held()]:
+                for slot in [*self._owed_at_rest(), *self._in_state(SlotState.HELD)]:
                     if slot.record.contents is not None and slot.record.contents.checkpoint_id == checkpoint_id:
                         self._lose(slot, f"nothing is known of its checkpoint. {error}")
                 return None
@@ -401,41 +421,44 @@ class Keeper:
             if oldest is None:
                 return False
             self._writing = self._waiting.pop(checkpoint_id, None) or Writing(oldest, self._writers)
-            self._writing.retry({slot: self._seals.get(slot.name) for slot in owed[checkpoint_id]})
-        for slot in owed.get(self._writing.sealing.generation.checkpoint_id, ()):
-            self._writing.join(slot, self._seals.get(slot.name))
+            self._writing.retry(owed[checkpoint_id])
+        for file in owed.get(self._writing.sealing.generation.checkpoint_id, ()):
+            self._writing.join(file)
         return True
 
-    def _owed(self) -> dict[str, list[Slot]]:
-        """The slots to write now, by checkpoint."""
-        owed: dict[str, list[Slot]] = {}
+    def _owed(self) -> dict[str, list[KeptFiles]]:
+        """The files to write to the run now, by checkpoint. Those on a disk come in the order of their checkpoints:
+        one is behind the next older one, unless that waits for other nodes."""
+        owed: dict[str, list[KeptFiles]] = {}
         for slot in self._slots.values():
             contents = slot.record.contents
             is_staying = slot.state == SlotState.STAGED and contents is not None and contents.memory_only
-            if slot.state in OWED and contents and not is_staying:
-                owed.setdefault(contents.checkpoint_id, []).append(slot)
-        return {each: slots for each, slots in owed.items() if self._is_due(each, slots)}
+            if slot.state in OWED and contents and not is_staying and not self._goes_to_disk(slot, contents):
+                owed.setdefault(contents.checkpoint_id, []).append(StagedFiles(slot, self._seals.get(slot.name)))
+        for checkpoint_id in self._disks.owed:
+            owed.setdefault(checkpoint_id, []).extend(self._disks.files(checkpoint_id))
+            if checkpoint_id not in self._waiting:
+                break
+        return {each: files for each, files in owed.items() if self._is_due(each, files)}
 
-    def _is_due(self, checkpoint_id: str, slots: Iterable[Slot]) -> bool:
-        """Whether it is time to write a checkpoint: it was not tried yet, its retry is due, or one of its slots was
-        staged since the last try, and may be the one that was missing."""
+    def _goes_to_disk(self, slot: Slot, contents: Contents) -> bool:
+        """Whether a slot that is owed goes to a disk of the node before it goes to the run."""
+        sealing = self._sealing(contents.checkpoint_id)
+        return sealing is not None and self._disks.takes(slot, sealing)
+
+    def _is_due(self, checkpoint_id: str, files: Iterable[KeptFiles]) -> bool:
+        """Whether it is time to write a checkpoint: it was not tried yet, its retry is due, or one of its files came
+        since the last try, and may be the one that was missing."""
         retry = self._retries.get(checkpoint_id)
         if retry is None or retry.at_s <= time.monotonic():
             return True
         waiting = self._waiting.get(checkpoint_id)
-        return waiting is not None and any(slot.name not in waiting.names for slot in slots)
+        return waiting is not None and any(file.name not in waiting.names for file in files)
 
     def _note(self, writing: Writing) -> None:
         """Record the outcome of `writing` in its slots, or plan a retry."""
         checkpoint_id = writing.sealing.generation.checkpoint_id
-        state, text = SlotState.SEALED, ""
-        try:
-            if writing.outcome():
-                state = SlotState.COMMITTED
-        except FencedError as error:
-            state, text = SlotState.FENCED, str(error)
-        except Exception as error:  # noqa: BLE001 - errors of sealing too: the keeper must survive for the other slots
-            text = str(error) or repr(error)
+        state, text = self._fate(writing)
         self._tell(checkpoint_id, text)
         before = self._retries.pop(checkpoint_id, None)
         if state == SlotState.SEALED:
@@ -447,6 +470,10 @@ class Keeper:
             self._waiting_since.setdefault(checkpoint_id, time.monotonic())
         else:
             writing.close()
+        self._disks.note(checkpoint_id, state, writing.seal)
+        for slot in self._in_state(SlotState.ON_DISK):
+            fate = SlotState.ON_DISK if state == SlotState.SEALED else state
+            slot.settle(checkpoint_id, fate, _short(text), referenced_nbytes=writing.referenced_nbytes(slot))
         for slot in writing.slots:
             contents = slot.refresh().contents
             if slot.state != SlotState.SEALED or contents is None or contents.checkpoint_id != checkpoint_id:
@@ -460,6 +487,17 @@ class Keeper:
         if state != SlotState.SEALED and not self._works and not self.is_displaced:
             self._works = True
             clear_starts(self._folder)
+
+    def _fate(self, writing: Writing) -> tuple[SlotState, str]:
+        """The state of a checkpoint after a try to write it, SEALED if it is to be tried again; and the error."""
+        try:
+            return (SlotState.COMMITTED if writing.outcome() else SlotState.SEALED), ""
+        except FencedError as error:
+            return SlotState.FENCED, str(error)
+        except Exception as error:  # noqa: BLE001 - errors of sealing too: the keeper must survive for the other slots
+            if isinstance(error, CorruptError) and error.tier == NODE_DISK:
+                self._disks.lose(writing.sealing.generation.checkpoint_id, self._slots.values())
+            return SlotState.SEALED, str(error) or repr(error)
 
     def _tell(self, about: str, trouble: str) -> None:
         """Log the `trouble` with a slot or a checkpoint, once for each text; "" says that it is over."""

@@ -7,22 +7,26 @@ appears in storage whole or not at all. A commit has the same content whichever 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
-from holdfast.errors import CorruptError, StorageError
+from holdfast.errors import CorruptError, NotFoundError, StorageError
 from holdfast.format import container
 from holdfast.format import manifest as fmt
 from holdfast.format.container import TABLE_OFFSET, FileLayout, Files
 from holdfast.format.records import Commit, FileSeal
+from holdfast.io.buffers import pipeline_pool
 from holdfast.io.digest import digest_blocks, table_nbytes
-from holdfast.io.writer import write_memory
+from holdfast.io.sources import OpenFileSource
+from holdfast.io.writer import write_file, write_memory
+from holdfast.node_disk.disk_folder import NODE_DISK, DiskPart
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState
-from holdfast.run.complete import StoredManifest, finish, missing_files, sealed_file
+from holdfast.run.complete import StoredManifest, check_file, finish, missing_files, sealed_file
 from holdfast.run.history import Run
 from holdfast.run.still_files import StoredFile
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, FileReader, FileWriter
 from holdfast.store.timed import TimedStore
 
 
@@ -129,11 +133,16 @@ def publish_manifest(storage: TimedStore, sealing: Sealing) -> None:
 
 
 def persist(
-    storage: TimedStore, sealing: Sealing, slot: Slot, *, await_seal: Callable[[], None] = lambda: None
+    storage: TimedStore,
+    sealing: Sealing,
+    slot: Slot,
+    *,
+    await_seal: Callable[[], None] = lambda: None,
+    refers: bool = True,
 ) -> tuple[FileSeal, ...]:
     """Write the data files in a slot to storage; they are durable on return. A still file that equals its candidate
-    gets a mark instead. Returns the entries of the checkpoint's seal for the files that this call stored: those that
-    storage has already are left alone.
+    gets a mark instead, unless `refers` is false. Returns the entries of the checkpoint's seal for the files that this
+    call stored: those that storage has already are left alone.
 
     The slot need not be sealed yet: this writes its data while another thread hashes it, and the header after
     `await_seal` has returned; where the store writes in order, all of it after that. Raises `StorageError` when the
@@ -141,22 +150,21 @@ def persist(
     """
     contents = slot.record.contents
     assert contents is not None
-    parts = [part for part in contents.files if _store_file(storage, sealing, slot, part, await_seal)]
+    store = partial(_store_file, storage, sealing, slot, await_seal=await_seal, refers=refers)
+    parts = [part for part in contents.files if store(part)]
     return tuple(sealing.file_seal(slot, part) for part in parts)
 
 
 def _store_file(
-    storage: TimedStore, sealing: Sealing, slot: Slot, part: SlotFile, await_seal: Callable[[], None]
+    storage: TimedStore, sealing: Sealing, slot: Slot, part: SlotFile, *, await_seal: Callable[[], None], refers: bool
 ) -> bool:
     """Store one data file. Returns whether this call stored it."""
     stored = sealing.stored
     target = StoredFile(storage, stored.manifest, stored.folder, sealing.layout(part.file))
-    key = target.key
-    if storage.nbytes(key) is not None:
+    if storage.nbytes(target.key) is not None:
         return False
-    if target.candidate is not None:
-        # Somebody without the key may have made the mark of a signed checkpoint: only the bytes here tell.
-        if target.is_marked and not stored.is_signed:
+    if refers and target.candidate is not None:
+        if _is_trusted_mark(target, sealing):
             return False
         await_seal()
         if target.marked(sealing.file_seal(slot, part)):
@@ -164,20 +172,106 @@ def _store_file(
 
     def write() -> None:
         write_memory(
-            storage.limit.direct_writer(storage, key, nbytes=part.nbytes),
+            storage.limit.direct_writer(storage, target.key, nbytes=part.nbytes),
             slot.data[part.start :],
             nbytes=part.nbytes,
             head_nbytes=part.data_start,
             await_head=await_seal,
         )
 
+    return _create(storage, target.path, write)
+
+
+def copy_from_disk(storage: TimedStore, sealing: Sealing, part: DiskPart, number: int) -> FileSeal | None:
+    """Copy data file `number` from the disk of the node to storage; it is durable on return. A still file that equals
+    its candidate gets a mark instead. Returns its entry in the checkpoint's seal; None where storage has the file
+    already, and nothing is done.
+
+    The bytes may have lain on the disk for days, so the whole file is verified before it appears in storage. Raises
+    `CorruptError`, tier ``node disk``, where it is not what was sealed, and `StorageError` when a store fails.
+    """
+    stored, layout = sealing.stored, sealing.layout(number)
+    target = StoredFile(storage, stored.manifest, stored.folder, layout)
+    if storage.nbytes(target.key) is not None or _is_trusted_mark(target, sealing):
+        return None
+    seal = seal_on_disk(sealing, part, number)
+    if target.candidate is not None and target.marked(seal):
+        return seal
+
+    def write() -> None:
+        reader = storage.limit.direct_reader(part.store, part.key(seal.name))
+        try:
+            _copy(reader, storage.limit.direct_writer(storage, target.key, nbytes=seal.nbytes), sealing, layout, check)
+        finally:
+            reader.close()
+
+    def check(table: bytes) -> None:
+        if stored.manifest.digests.hex(table) != seal.digest:
+            raise _changed_on_disk(part, number)
+
+    return seal if _create(storage, target.path, write) else None
+
+
+def _copy(
+    reader: FileReader, writer: FileWriter, sealing: Sealing, layout: FileLayout, check: Callable[[bytes], None]
+) -> None:
+    """Copy a data file, and publish it if `check` accepts the digest table of its data."""
+    head = np.empty(layout.data_start, np.uint8)
     try:
-        storage.limit.run("write", storage.path(key), lambda: storage.limit.repeated(write))
+        reader.read_at(0, head)
+    except BaseException:
+        writer.abort()
+        raise
+    data = OpenFileSource(reader, layout.data_start)
+    with pipeline_pool() as pool:
+        write_file(
+            writer,
+            [data],
+            data_start=layout.data_start,
+            header=head.tobytes(),
+            pool=pool,
+            check=check,
+            kind=sealing.stored.manifest.digests,
+        )
+
+
+def seal_on_disk(sealing: Sealing, part: DiskPart, number: int) -> FileSeal:
+    """The entry of the checkpoint's seal for data file `number` on the disk of the node, by its header. Raises
+    `CorruptError`, tier ``node disk``, where it is not there or is not the file that the manifest describes."""
+    try:
+        return check_file(part.store, sealing.stored, sealing.layout(number))
+    except (CorruptError, NotFoundError) as error:
+        raise _changed_on_disk(part, number) from error
+
+
+def _is_trusted_mark(target: StoredFile, sealing: Sealing) -> bool:
+    """Whether storage has the mark of a still file. Somebody without the key may have made the mark of a signed
+    checkpoint: only the bytes on this node tell."""
+    return target.candidate is not None and target.is_marked and not sealing.stored.is_signed
+
+
+def _create(storage: TimedStore, path: str, write: Callable[[], None]) -> bool:
+    """Let `write` create the file at `path` in storage. Returns whether it did: another keeper that has the same file
+    may have been there first."""
+    try:
+        storage.limit.run("write", path, lambda: storage.limit.repeated(write))
     except StorageError as error:
-        if error.code != "storage.exists":  # another keeper of the same slot was there first
+        if error.code != "storage.exists":
             raise
         return False
     return True
+
+
+def _changed_on_disk(part: DiskPart, number: int) -> CorruptError:
+    path = part.path(number)
+    return CorruptError(
+        f"{path} has changed on the disk of this node since it was written there.",
+        code="corrupt.file",
+        action="Check that disk. Holdfast uses another copy, or an older checkpoint.",
+        path=path,
+        step=part.generation.step,
+        tier=NODE_DISK,
+    )
 
 
 def commit(run: Run, sealing: Sealing, written: Iterable[FileSeal]) -> Commit | None:

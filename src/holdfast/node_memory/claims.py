@@ -94,6 +94,11 @@ def has_trainer(folder: NodeFolder, rank: int) -> bool:
     return _is_locked(folder, rank, 1)
 
 
+def has_any_trainer(folder: NodeFolder) -> bool:
+    """As `has_trainer`, for the slots of any rank."""
+    return _is_locked(folder, 0, _LOOKERS)
+
+
 def take_turn(folder: NodeFolder, rank: int) -> int | None:
     """Take `folder` for `rank`, which no two processes can that call this. Returns a descriptor, which holds the folder
     until it is closed or the process ends; None where another living process has it."""

@@ -28,7 +28,8 @@ _DIGEST_NBYTES: Final = 16
 
 class Generation(msgspec.Struct, frozen=True, array_like=True):
     """A checkpoint in memory, with its encoded `manifest`. It will be written to ``checkpoints/<folder>`` of the run at
-    `run`, whose store is opened with `options`. Its epoch was opened with `incarnation` (empty: not recorded)."""
+    `run`, whose store is opened with `options`. Its epoch was opened with `incarnation` (empty: not recorded). Its
+    files go to the folder `disk` of the node first (empty: to the run at once)."""
 
     run: str
     folder: str
@@ -38,6 +39,7 @@ class Generation(msgspec.Struct, frozen=True, array_like=True):
     manifest: bytes
     incarnation: str = ""
     options: tuple[tuple[str, str], ...] = ()
+    disk: str = ""
 
     @property
     def location(self) -> Location:
@@ -50,8 +52,13 @@ def write_generation(folder: NodeFolder, generation: Generation) -> None:
     name = _PREFIX + generation.checkpoint_id
     if name in folder.names():
         return
+    folder.write(name, encode_generation(generation))
+
+
+def encode_generation(generation: Generation) -> bytes:
+    """The bytes of a generation's file."""
     payload = msgspec.msgpack.encode(generation)
-    folder.write(name, _MAGIC + xxhash.xxh3_128_digest(payload) + payload)
+    return _MAGIC + xxhash.xxh3_128_digest(payload) + payload
 
 
 def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
@@ -64,17 +71,22 @@ def read_generation(folder: NodeFolder, checkpoint_id: str) -> Generation:
     data = b""
     with suppress(ConfigurationError), os.fdopen(folder.open(name), "rb") as file:
         data = file.read()
+    return decode_generation(data, path=str(folder.path / name), tier="node memory")
+
+
+def decode_generation(data: bytes, *, path: str, tier: str) -> Generation:
+    """The generation in the bytes of its file at `path`. Raises `CorruptError` where they are damaged."""
     start = len(_MAGIC) + _DIGEST_NBYTES
     payload = data[start:]
     if data[:start] == _MAGIC + xxhash.xxh3_128_digest(payload):
         with suppress(msgspec.DecodeError):
             return decode_msgpack(payload, Generation)
     raise CorruptError(
-        f"'{folder.path / name}' is damaged.",
+        f"'{path}' is damaged.",
         code="corrupt.generation",
         action="No action needed: holdfast skips it, and uses an older one or storage.",
-        path=str(folder.path / name),
-        tier="node memory",
+        path=path,
+        tier=tier,
     )
 
 

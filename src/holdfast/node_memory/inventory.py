@@ -20,6 +20,7 @@ from holdfast.node_memory.generations import generation_ids, given_up_ids, remov
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
 from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
+from holdfast.node_memory.noted_disks import forget_disks
 from holdfast.node_memory.slots import SPENT, Slot, SlotRecord, SlotState, rank_of, slot_names
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical, text_of
@@ -149,6 +150,7 @@ def remove_ended(folder: NodeFolder) -> bool:
     for checkpoint_id in {*generation_ids(folder), *given_up_ids(folder)}:
         remove_generation(folder, checkpoint_id)
     folder.remove_unnamed()
+    forget_disks(folder)
     for name in (_RUN_NAME, LOG_NAME):
         folder.discard(name)
     clear_starts(folder)

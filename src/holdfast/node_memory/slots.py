@@ -11,6 +11,8 @@ The state of a slot decides which process may change it, so that at any time onl
     SEALED      the keeper          hashed, with its header: a data file like any other, read until it is durable
     HELD        the lock's holder   the same, of a save to memory alone: a newer checkpoint takes its place, or, where
                                     the trainers end before, it becomes SEALED
+    ON_DISK     the lock's holder   the data file is durable on a disk of the node, from where the keeper brings it to
+                                    the run: a newer checkpoint may take its place in memory
     COMMITTED   the lock's holder   the checkpoint is in the history of the run
     FENCED      the lock's holder   the contents must not become durable: another job took over the run, or somebody
                                     gave the checkpoint up
@@ -23,11 +25,12 @@ the proof that no death leaves a slot torn or without an owner is short:
    process that may change the record writes the older cell, and never touches the newer one, which is valid. A process
    that is killed while it writes leaves a cell with a wrong digest, so the state is still the one before. The next
    change writes that same cell again.
-2. *Two processes never change it at once.* A process needs the lock to take the slot from FREE, HELD, COMMITTED or
-   FENCED to WRITING, from HELD to SEALED, and to remove the file, and it reads the record again after it got the lock
-   and before it relies on it. Only the lock's holder takes the slot from WRITING to STAGED, and it releases the lock
-   after that change. From STAGED on only the keeper changes the slot, until it is HELD, COMMITTED, FENCED or FREE;
-   after that the keeper needs the lock too. The keeper's own lock makes sure that there is one keeper.
+2. *Two processes never change it at once.* A process needs the lock to take the slot from FREE, HELD, ON_DISK,
+   COMMITTED or FENCED to WRITING, from HELD or ON_DISK to any other state, and to remove the file, and it reads the
+   record again after it got the lock and before it relies on it. Only the lock's holder takes the slot from WRITING to
+   STAGED, and it releases the lock after that change. From STAGED on only the keeper changes the slot, until it is
+   HELD, ON_DISK, COMMITTED, FENCED or FREE; after that the keeper needs the lock too. The keeper's own lock makes sure
+   that there is one keeper.
 3. *No dead process keeps a slot.* The writer holds the lock in WRITING as long as it lives. So a process that finds
    WRITING and gets the lock knows that the writer is dead, and frees the slot (the keeper does so at its next look, or
    the rank's next trainer). STAGED and SEALED slots wait for the next keeper, which repeats the step: sealing reads
@@ -98,6 +101,7 @@ class SlotState(IntEnum):
     COMMITTED = 4
     FENCED = 5
     HELD = 6
+    ON_DISK = 7
 
 
 #: The states that may follow each state. A slot whose contents were given up becomes FREE.
@@ -105,22 +109,30 @@ _NEXT: Final = {
     SlotState.FREE: (SlotState.WRITING,),
     SlotState.WRITING: (SlotState.STAGED, SlotState.FREE),
     SlotState.STAGED: (SlotState.SEALED, SlotState.HELD, SlotState.FREE),
-    SlotState.SEALED: (SlotState.SEALED, SlotState.COMMITTED, SlotState.FENCED, SlotState.FREE),
+    SlotState.SEALED: (SlotState.SEALED, SlotState.ON_DISK, SlotState.COMMITTED, SlotState.FENCED, SlotState.FREE),
     SlotState.COMMITTED: (SlotState.WRITING, SlotState.FREE),
     SlotState.FENCED: (SlotState.WRITING, SlotState.FREE),
     SlotState.HELD: (SlotState.WRITING, SlotState.SEALED, SlotState.FREE),
+    SlotState.ON_DISK: (
+        SlotState.WRITING,
+        SlotState.ON_DISK,
+        SlotState.SEALED,
+        SlotState.COMMITTED,
+        SlotState.FENCED,
+        SlotState.FREE,
+    ),
 }
 
 
 #: States of slots that hold a whole data file which may be restored. (That of a FENCED slot must not: the run goes on
 #: without it.)
-WHOLE: Final = (SlotState.SEALED, SlotState.HELD, SlotState.COMMITTED)
+WHOLE: Final = (SlotState.SEALED, SlotState.HELD, SlotState.ON_DISK, SlotState.COMMITTED)
 #: States of slots with which nothing is lost: the contents are nothing, durable, or must not become durable.
-SPENT: Final = (SlotState.FREE, SlotState.COMMITTED, SlotState.FENCED)
+SPENT: Final = (SlotState.FREE, SlotState.ON_DISK, SlotState.COMMITTED, SlotState.FENCED)
 #: States in which the holder of the slot's lock may overwrite or remove it. A HELD slot is needed until a newer
 #: checkpoint is whole in memory, or durable.
 REUSABLE: Final = (*SPENT, SlotState.HELD)
-#: States of slots that a keeper still has to make durable.
+#: States of slots whose contents only memory has, and that a keeper still has to make durable.
 OWED: Final = (SlotState.STAGED, SlotState.SEALED)
 
 
@@ -379,6 +391,26 @@ class Slot:
             else:
                 self.let_go()
         return not is_held()
+
+    def settle(self, checkpoint_id: str, state: SlotState, error: str, *, referenced_nbytes: int = 0) -> None:
+        """Record what became of a part of that checkpoint that lies on the disk of the node: the new `state`, why the
+        last try to bring it to the run failed, and how many bytes an earlier checkpoint has there. Does nothing where
+        the slot holds it no longer, or a process is about to fill it anew. Only for the keeper."""
+
+        def settled() -> SlotRecord | None:
+            record = self.refresh()
+            is_there = record.contents is not None and record.contents.checkpoint_id == checkpoint_id
+            if not is_there or record.state != SlotState.ON_DISK:
+                return None
+            new = msgspec.structs.replace(record, state=state, error=error, referenced_nbytes=referenced_nbytes)
+            return None if new == record else new
+
+        if settled() is not None and self.take():
+            new = settled()
+            if new is None:
+                self.let_go()
+            else:
+                self.advance(new)
 
     def free_if_abandoned(self) -> bool:
         """Free the slot if the process that was filling it is dead. Returns whether it freed the slot."""

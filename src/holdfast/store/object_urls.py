@@ -7,18 +7,22 @@
 ``abfs://container@account.dfs.core.windows.net/x``  the same, as Hadoop and fsspec write it
 ===================================================  =============================================
 
-Options follow as a query: ``s3://bucket/run?endpoint=https://minio.local:9000&region=eu-1``.
+Options follow as a query: ``s3://bucket/run?endpoint=https://minio.local:9000&region=eu-1``. Two of them are limits for
+each process: ``max_bytes_per_s`` and ``max_requests_per_s``.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location
+from holdfast.store.rate_limit import RateLimits
 
 #: The other names of a scheme.
 _ALIASES: Final = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az"}
@@ -47,6 +51,8 @@ OPTIONS: Final[dict[str, dict[str, str]]] = {
         "use_emulator": "use_emulator",
     },
 }
+#: The options that limit a process, which every scheme has.
+_LIMITS: Final = ("max_bytes_per_s", "max_requests_per_s")
 SCHEMES: Final = (*OPTIONS, *_ALIASES)
 #: By scheme, how users give what must stay secret.
 _SECRETS: Final = {
@@ -61,19 +67,23 @@ _EXAMPLES: Final = {"s3": "s3://bucket/runs/a", "gs": "gs://bucket/runs/a", "az"
 
 
 class ObjectPlace(NamedTuple):
-    """The place that a `Location` of an object store names: keys below `prefix` in `bucket`."""
+    """The place that a `Location` of an object store names: keys below `prefix` in `bucket`, reached with `options` of
+    obstore, within `limits`."""
 
     scheme: str
     bucket: str
     prefix: str
     options: dict[str, str]
+    limits: RateLimits
 
     @classmethod
     def of(cls, location: Location) -> ObjectPlace:
         """The place of a location that `object_location` made."""
         scheme, _, rest = location.url.partition("://")
         bucket, _, prefix = rest.partition("/")
-        return cls(scheme, bucket, prefix, dict(location.options))
+        options = dict(location.options)
+        limits = RateLimits(*(float(options.pop(name, "inf")) for name in _LIMITS))
+        return cls(scheme, bucket, prefix, options, limits)
 
     def key(self, name: str) -> str:
         """The whole key of the object `name` below the prefix."""
@@ -132,13 +142,27 @@ def check_options(scheme: str, options: Mapping[str, str]) -> None:
             if "@" in value:
                 raise _secret(scheme, f"a user or password in option '{name}'")
             continue
+        if name in _LIMITS:
+            _check_limit(name, value)
+            continue
         if _SECRET_NAME.search(name):
             raise _secret(scheme, f"option '{name}'")
         raise ConfigurationError(
             f"URLs of {scheme}:// have no option '{name}'.",
             code="config.store_option",
-            action=f"Use {', '.join(known)}; everything else comes from the environment.",
+            action=f"Use {', '.join((*known, *_LIMITS))}; everything else comes from the environment.",
         )
+
+
+def _check_limit(name: str, value: str) -> None:
+    with suppress(ValueError):
+        if 0 < float(value) < math.inf:
+            return
+    raise ConfigurationError(
+        f"option '{name}' of the URL is '{value}', which is no positive number.",
+        code="config.store_option",
+        action="Write a number for each second and process, such as max_bytes_per_s=200e6 or max_requests_per_s=50.",
+    )
 
 
 def _secret(scheme: str, what: str, path: str | None = None) -> ConfigurationError:

@@ -32,6 +32,7 @@ from holdfast.store.base import Bytes
 from holdfast.store.object_client import Bucket, ObjectClient
 from holdfast.store.object_errors import OBSTORE_ERRORS, error_for, reported
 from holdfast.store.posix_errors import exists
+from holdfast.store.rate_limit import RequestPace
 
 Ts = TypeVarTuple("Ts")
 
@@ -120,10 +121,13 @@ class StreamedObjectWriter:
         nbytes: int,
         part_nbytes: int = PART_NBYTES,
         left_s: Callable[[], float] = lambda: math.inf,
+        pace: RequestPace,
     ) -> None:
-        """``left_s`` is the time that the caller has left: the upload is given up when it is over."""
+        """``left_s`` is the time that the caller has left: the upload is given up when it is over. Parts are sent at
+        this `pace`."""
         self._client, self._key, self._path = client, key, path
         self._left_s = left_s
+        self._pace = pace
         self._part_nbytes = max(part_nbytes, -(-nbytes // _MAX_PARTS))
         self._num_parts = min(max(_IN_FLIGHT_NBYTES // self._part_nbytes, 2), 8)
         self._token = secrets.token_hex(16)
@@ -194,13 +198,24 @@ class StreamedObjectWriter:
         return self
 
     async def __anext__(self) -> memoryview:
-        """The next piece; obstore asks for it."""
+        """The next piece, when the pace allows it; obstore asks for it."""
+        nbytes = await self._next_nbytes()
+        begins_s = time.monotonic() + self._pace.delay_s(nbytes=nbytes, requests=nbytes / self._part_nbytes)
+        while (rest_s := begins_s - time.monotonic()) > 0 and not self._is_aborted:  # noqa: ASYNC110
+            await asyncio.sleep(min(rest_s, _LOOK_S))  # an abort does not wake this thread
+        with self._changed:
+            if self._is_aborted:
+                raise UploadAbortedError
+            return self._pieces.popleft()
+
+    async def _next_nbytes(self) -> int:
+        """The size of the next piece, once it is there."""
         while True:
             with self._changed:
                 if self._is_aborted:
                     raise UploadAbortedError
                 if self._pieces:
-                    return self._pieces.popleft()
+                    return len(self._pieces[0])
                 if self._is_complete:
                     raise StopAsyncIteration
                 self._news.clear()
@@ -270,6 +285,7 @@ class StreamedObjectWriter:
     def _start(self) -> None:
         if self._thread is None:
             bucket = self._client.data(self._left_s())  # first, because it raises in a forked process
+            self._pace.delay_s(requests=2)  # to begin the upload, and to complete it
 
             def upload() -> None:
                 try:

@@ -30,6 +30,7 @@ from holdfast.store.object_errors import (
 from holdfast.store.object_urls import ObjectPlace
 from holdfast.store.object_writer import PART_NBYTES, StreamedObjectWriter, WholeObjectWriter
 from holdfast.store.posix_errors import long, short
+from holdfast.store.rate_limit import RequestPace, pace_of
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class ObjectStore:
         self._left_s = left_s
         self._place = ObjectPlace.of(location)
         self._client = client_of(location)
+        self._pace = pace_of(location.url, self._place.limits)
         self._part_nbytes = part_nbytes
         self.capabilities = Capabilities(
             in_order=True,
@@ -146,12 +148,18 @@ class ObjectStore:
             return WholeObjectWriter(path, lambda data: self._created(key, data), nbytes=nbytes)
         full = self._place.key(key)
         return StreamedObjectWriter(
-            self._client, full, path, nbytes=nbytes, part_nbytes=self._part_nbytes, left_s=self._left_s
+            self._client,
+            full,
+            path,
+            nbytes=nbytes,
+            part_nbytes=self._part_nbytes,
+            left_s=self._left_s,
+            pace=self._pace,
         )
 
     def reader(self, key: str) -> ObjectReader:
         """As `Store.reader`. What it reads is the object that is there now, or an error."""
-        return ObjectReader(self._client, self._place.key(key), self.path(key), self._left_s)
+        return ObjectReader(self._client, self._place.key(key), self.path(key), self._left_s, self._pace)
 
     def delete(self, key: str) -> bool:
         """As `Store.delete`. Of several calls at once, more than one may return True."""
@@ -185,13 +193,21 @@ class ObjectStore:
         return found
 
     def _asked(self, request: Callable[[], T]) -> T:
-        return self._client.asked(request, self._left_s)
+        def paced() -> T:
+            self._pace.wait(self._left_s)
+            return request()
+
+        return self._client.asked(paced, self._left_s)
 
     def _got(self, key: str, options: obstore.GetOptions, limit: int | None) -> tuple[int, bytes]:
         """The size of an object, and the bytes that `options` ask for; none where it has more than `limit`."""
         result = obstore.get(self._client.records, self._place.key(key), options=options)
         size = result.meta["size"]
-        return size, b"" if limit is not None and size > limit else bytes(result.bytes())
+        if limit is not None and size > limit:
+            return size, b""
+        data = bytes(result.bytes())
+        self._pace.delay_s(nbytes=len(data), requests=0)  # the next request waits for them
+        return size, data
 
     def _created(self, key: str, data: Bytes) -> bool:
         path, full = self.path(key), self._place.key(key)
@@ -199,6 +215,7 @@ class ObjectStore:
 
         def create() -> bool:
             nonlocal may_be_ours
+            self._pace.wait(self._left_s, nbytes=len(data))
             try:
                 obstore.put(self._client.records, full, data.data, mode="create", use_multipart=False)
             except obstore.exceptions.AlreadyExistsError as error:
@@ -233,8 +250,11 @@ class ObjectReader:
     alignment = 1
     memory = None
 
-    def __init__(self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float]) -> None:
-        self._client, self._key, self._path, self._left_s = client, key, path, left_s
+    def __init__(
+        self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float], pace: RequestPace
+    ) -> None:
+        self._client, self._key, self._path, self._left_s, self._pace = client, key, path, left_s, pace
+        pace.wait(left_s)
         with reported("open", path):
             found = client.asked(lambda: obstore.head(client.records, key), left_s)
         self.nbytes = found["size"]
@@ -268,6 +288,7 @@ class ObjectReader:
         options: obstore.GetOptions = {"range": (start, stop)}
         if self._etag is not None:
             options["if_match"] = self._etag
+        self._pace.wait(self._left_s, nbytes=stop - start)
         with self._reading():
             found = obstore.get(self._client.data(self._left_s()), self._key, options=options)
             return _ArrivingBody(start, stop, found.stream(min_chunk_size=_CHUNK_NBYTES))
