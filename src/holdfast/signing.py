@@ -89,7 +89,11 @@ def signed(body: bytes) -> bytes:
     """
     mine = keys()
     if not mine:
-        raise _no_key("the manifest of this checkpoint demands a signature, and this process has no key for one")
+        raise _no_key(
+            "the manifest of this checkpoint demands a signature, and this process has no key for one",
+            " If it is a keeper, a job without the key started it: end it with holdfast node RUN --stop; the next save "
+            "or restore starts one that has the key.",
+        )
     return body + f',"key":"{mine[0].id}","hmac":"{mine[0].hmac(body)}"'.encode("ascii")
 
 
@@ -133,11 +137,11 @@ def _forged(path: str, what: str) -> CorruptError:
     )
 
 
-def _no_key(why: str) -> ConfigurationError:
+def _no_key(why: str, more: str = "") -> ConfigurationError:
     return ConfigurationError(
         f"{why}.",
         code="config.signing_key",
-        action=f"Set {FILE} to the file with the key, on all ranks.",
+        action=f"Set {FILE} to the file with the key, on all ranks.{more}",
     )
 
 

@@ -61,6 +61,19 @@ def test_what_is_not_confirmed_is_told_as_what_would_happen(run: Path) -> None:
     assert holdfast_command("prune", run, "--keep-last", "1", "--yes").lines[0].startswith(f"{run}: deletes 4 ")
 
 
+def test_bytes_that_may_be_more_are_not_told_as_all(tmp_path: Path) -> None:
+    """ "deleted 2 checkpoints, 24 KiB" was said, although 6 MiB of a frozen base went with them."""
+    run, base = tmp_path / "lora", torch.arange(1 << 18)
+    for step in range(3):
+        holdfast.save(run, {"base": holdfast.Still(base), "w": torch.arange(10.0) + step}, step)
+    holdfast.compact(run)
+    assert not list(run.glob("references/*0000000002*"))
+    before = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
+    done = holdfast_command("prune", run, "--keep-last", "1", "--yes")
+    assert before - sum(path.stat().st_size for path in run.rglob("*.safetensors")) > base.nbytes
+    assert done.lines[-1].startswith("deleted 2 checkpoints, at least ")
+
+
 @pytest.mark.parametrize("option", ["--keep-last", "--keep-for"])
 def test_an_option_that_contradicts_itself_is_refused(run: Path, option: str) -> None:
     """The last one was taken silently."""

@@ -225,8 +225,11 @@ def test_the_ledger_of_time_as_json_adds_up_and_no_page_is_written(recorded: str
 
 def test_the_ledger_of_a_run_without_events_is_empty(recorded: str) -> None:
     Path("runs/gpt.events").rename("elsewhere")
-    ledger = holdfast_command("report", recorded, "--json").json
-    assert (ledger["wall_s"], ledger["jobs"]) == (0, [])
+    done = holdfast_command("report", recorded, "--json")
+    assert (done.json["wall_s"], done.json["jobs"]) == (0, [])
+    (remark,) = done.json["remarks"]
+    assert "listeners=[JsonLines()]" in remark
+    assert f"the ledger has no times: {remark}" in " ".join(done.err.split())
 
 
 def test_the_page_has_the_ledger_of_time(recorded: str) -> None:

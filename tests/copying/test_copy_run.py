@@ -432,6 +432,19 @@ class TestCommand:
         assert done.lines[1] == f"{dst}: its head is step 30 at 1.3"
         assert done.err == ""
 
+    def test_lost_files_are_said_to_be_brought_back_by_the_command_that_the_doctor_names(
+        self, src: Path, dst: Path
+    ) -> None:
+        holdfast.copy_run(src, dst)
+        (folder_of(src, 20) / "data-00000.safetensors").unlink()
+        damage(folder_of(src, 20) / "data-00001.safetensors", 0.999)
+        command = "holdfast cp COPY@1.2 RUN --read-back"
+        assert command in " ".join(holdfast_command("doctor", src).out.split())
+        done = holdfast_command("cp", f"{dst}@1.2", src, "--read-back")
+        assert done.lines[0].startswith("brought back ")
+        assert done.lines[1] == f"{src}: its head is step 30 at 1.3; it had checkpoint 1.2 before"
+        assert holdfast_command("verify", "--all", "--deep", src).status == 0
+
     def test_the_document_has_the_report(self, src: Path, dst: Path) -> None:
         document = holdfast_command("cp", f"{src}@step=10", dst, "--json").json
         assert (document["copied"], document["head"], document["step"]) == (["1.1"], "1.1", 10)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import HoldfastError, StorageError
 from holdfast.store import posix
+from holdfast.store.posix_errors import check_creatable
 from tests.faults.small_job import check_aftermath, failure, head, resumed, save, save_in_new_job, state, temporaries
 from tests.store.test_posix_storage import mounted
 from tests.support.faulty_storage import Count, FailAt, Watch, faulty_calls, watched_store
@@ -346,6 +347,9 @@ def test_a_file_system_that_becomes_read_only_stops_saves_and_not_loads(small_di
     resumed(run)
     error = failure(lambda: save(str(run), 2))
     assert error.code == "storage.denied"
+    assert "Mount it for writing" in error.action
+    with pytest.raises(StorageError, match="Read-only file system"):  # what `restore` looks at in a new run
+        check_creatable(str(small_disk / "new/holdfast.json"))
     assert head(run) == 1
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
     check_aftermath(run, error)

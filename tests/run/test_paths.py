@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,26 @@ def test_a_url_is_refused_and_told_what_works(text: str) -> None:
 def test_a_file_url_is_the_path_in_it(url: str, path: str) -> None:
     assert parse(url) == parse(path)
     assert open_store(parse(url).location).resolved() == open_store(parse(path).location).resolved()
+
+
+@pytest.mark.parametrize(
+    ("path", "url"),
+    [
+        (Path("s3://bucket/runs/a"), "s3://bucket/runs/a"),
+        (Path("gs://bucket/a@step=7"), "gs://bucket/a@step=7"),
+        ("sftp:/host/a", "sftp://host/a"),
+        (Path("file:///runs/a"), "file:///runs/a"),
+    ],
+)
+def test_a_url_in_a_path_object_names_no_folder_of_this_machine(path: str | Path, url: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Pass the URL as a str: '{re.escape(url)}'") as caught:
+        parse(path)
+    assert caught.value.code == "config.path"
+
+
+@pytest.mark.parametrize("text", ["./s3:/a", "/r/s3:/a", "runs:/a", "c:/a", "s3:a"])
+def test_a_folder_may_have_a_colon(text: str) -> None:
+    assert parse(text).location.folder == Path.cwd() / text
 
 
 def test_a_path_object_is_as_good_as_text() -> None:
@@ -184,3 +205,11 @@ def test_a_selector_follows_the_options_of_an_object_store(text: str, location: 
     found = parse(text)
     assert (found.location, found.step) == (location, step)
     assert parse(location).location == location
+
+
+@pytest.mark.parametrize("name", ["regoin", "secret_access_key"])
+def test_a_slip_in_an_option_of_a_location_is_no_key_error(name: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse(Location("s3://bucket/run@step=7", ((name, "s3cr3t"),)))
+    assert caught.value.code == "config.store_option"
+    assert "s3cr3t" not in str(caught.value)

@@ -19,7 +19,9 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
+from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, NotFoundError, StorageError
+from holdfast.run.by_path import open_run
+from holdfast.run.history import Run
 from holdfast.store import object_client
 from holdfast.store.base import Bytes, Location, Store, StreamingReader
 from holdfast.store.object_writer import UploadAbortedError
@@ -68,6 +70,23 @@ class TestObjectStore(StoreConformance):
 class TestObjectStoreInParts(TestObjectStore):
     def make_store(self, tmp_path: Path) -> Store:
         return ObjectStore(location_of(self.url), part_nbytes=PART)
+
+
+# Messages about runs in a bucket.
+
+
+def test_a_slip_in_the_url_of_a_run_is_guessed(bucket: Bucket) -> None:
+    Run.create(open_store(location_of(f"{bucket.url}/slips/gpt")))
+    with pytest.raises(NotFoundError, match=r"Did you mean 'gpt', beside it\?"):
+        open_run(f"{bucket.url}/slips/gtp")
+
+
+def test_the_url_of_a_checkpoint_in_place_of_a_run_names_the_url_of_the_run(bucket: Bucket) -> None:
+    folder = open_store(location_of(f"{bucket.url}/run/checkpoints/step-1"))
+    assert folder.create("seal.json", b"{}")
+    with pytest.raises(ConfigurationError, match="is one checkpoint, but a whole run") as caught:
+        open_run(f"{bucket.url}/run/checkpoints/step-1")
+    assert caught.value.action == f"Name {bucket.url}/run."
 
 
 # Creation: one of several wins, and a lost answer is no lost race.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from holdfast.store.base import Location
-from holdfast.telemetry.event_files import folder_beside, read_events
+from holdfast.telemetry.event_files import folder_beside, no_events, read_events
 from tests.support.recorded_job import recorded_job, write_records
 
 
@@ -75,3 +75,7 @@ def test_the_files_of_the_first_rank_can_be_read_alone(tmp_path: Path) -> None:
     of_first = [each for each in records if each.rank == 0]
     assert read_events(tmp_path, of_first_rank_only=True) == (of_first, 0, 0)
     assert read_events(tmp_path, most_nbytes=30_000, of_first_rank_only=True).num_cut == 1
+
+
+def test_a_run_in_a_bucket_without_events_is_told_to_name_a_folder() -> None:
+    assert "JsonLines('/shared/events')" in no_events(None, "s3://bucket/run").action

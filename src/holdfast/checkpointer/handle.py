@@ -18,7 +18,7 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnwatched,
 )
-from holdfast.checkpointer.save_errors import held_in_memory, last_try, unless_full
+from holdfast.checkpointer.save_errors import held_in_memory, last_try, unless_known
 from holdfast.errors import DeadlineError, FencedError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
@@ -68,7 +68,7 @@ class Stage:
             raise DeadlineError(
                 f"{self._what} was not finished within {timeout_s} s.",
                 code="timeout.save",
-                action=unless_full(self.trouble, "Wait longer, or read the log of the keeper."),
+                action=unless_known(self.trouble, "Wait longer, or read the log of the keeper."),
                 details=last_try(self.trouble),
             )
         if self.error is not None:

@@ -12,6 +12,8 @@ from holdfast.store.base import Location
 
 #: The code of errors that say that storage has no space.
 FULL: Final = "storage.full"
+#: The beginning of errors that last until somebody changes the set-up.
+_SET_UP: Final = "[config."
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
 _UNUSABLE: Final = frozenset({"config.memory", "config.keeper", "config.not_private", "storage.memory"})
 
@@ -103,7 +105,7 @@ def stopped(step: int, why: str, age: str, last: str) -> StorageError:
         code="storage.stopped",
         action="Repair the store, and start the job again: it resumes from the newest checkpoint in memory or storage.",
         step=step,
-        details=(f"The last failure: {last}",) if last else (),
+        details=_lines(f"The last failure: {last}") if last else (),
     )
 
 
@@ -174,7 +176,7 @@ def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     return DeadlineError(
         f"No slot of rank {names} became free within {timeout_s:.0f} s: their snapshots are not durable yet.",
         code="timeout.slot",
-        action=unless_full(
+        action=unless_known(
             found.held_up, "Save less often, keep more generations, or read the log of the keeper for the cause."
         ),
         rank=found.full[0],
@@ -187,7 +189,7 @@ def no_time(found: SnapshotRoom) -> DeadlineError:
     return DeadlineError(
         "The machine is taken away before a snapshot finds room: the ones before it are not durable yet.",
         code="timeout.preempted",
-        action=unless_full(found.held_up, "Read the log of the keeper for the cause, or save less often."),
+        action=unless_known(found.held_up, "Read the log of the keeper for the cause, or save less often."),
         rank=found.full[0],
         details=last_try(found.held_up),
     )
@@ -198,7 +200,7 @@ def not_committed(place: Place, held_up: str, path: str) -> DeadlineError:
     return DeadlineError(
         f"The checkpoint {place}, restored from memory, is not committed yet, so no save can follow it.",
         code="timeout.commit",
-        action=unless_full(
+        action=unless_known(
             held_up, "Remove what holds its keeper up (see the keeper's log); memory keeps the checkpoint until then."
         ),
         path=path,
@@ -235,12 +237,19 @@ def by_hand(run: str) -> str:
     )
 
 
-def unless_full(trouble: str, action: str) -> str:
-    """The `action` of an error about a snapshot that is not durable; another one if `trouble` is that storage is
-    full."""
-    if FULL not in trouble:
-        return action
-    return "Free space, or delete checkpoints of the run (holdfast prune): the keeper then makes the snapshots durable."
+def unless_known(trouble: str, action: str) -> str:
+    """The `action` of an error about a snapshot that is not durable; another one if `trouble` is that storage is full,
+    or that the set-up is wrong."""
+    if FULL in trouble:
+        return "Free space, or delete checkpoints of the run (holdfast prune): the keeper then makes snapshots durable."
+    if _SET_UP in trouble:
+        return "Do what the error of the last attempt says; memory keeps the snapshots until then."
+    return action
+
+
+def _lines(text: str) -> tuple[str, ...]:
+    """The lines of `text` as details of an error, which prints each on a line of its own."""
+    return tuple(line.strip() for line in text.splitlines())
 
 
 def last_try(trouble: str) -> tuple[str, ...]:

@@ -12,9 +12,14 @@ USAGE = 2
 FAILURE = 3
 INTERRUPTED = 130
 
-PATH_HELP = "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder."
+PATH_HELP = (
+    "A run (its head), RUN@step=700, RUN@3.12 (epoch 3, number 12), or a checkpoint folder. RUN is a folder or a URL, "
+    "such as s3://bucket/runs/a."
+)
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, or its URL, such as s3://bucket/runs/a.")
+]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help=PATH_HELP)]
 CheckpointsArgument = Annotated[
     list[str], typer.Argument(metavar="RUN@PLACE...", help="Checkpoints of runs: RUN@3.12, or RUN@step=700.")

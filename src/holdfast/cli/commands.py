@@ -277,7 +277,7 @@ def prove(
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory.")] = "/dev/shm",  # noqa: S108 - made private in it
     as_json: JsonOption = False,
 ) -> None:
-    """Prove that a script resumes: run it with and without kills, and compare all that it saves."""
+    """Prove that a script resumes. Runs it with and without kills, and compares all that it saves."""
     from holdfast.cli.prove import show_proof
     from holdfast.proving.proof import Script
 
@@ -343,7 +343,7 @@ def keeper(
 
 @app.command()
 def node(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run. Default: all runs.")] = "",
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run, or its URL. Default: all runs.")] = "",
     *,
     node_dir: Annotated[str, typer.Option("--node-dir", help="A folder in memory, as trainers name it.")] = "/dev/shm",  # noqa: S108 - it is looked at
     free: Annotated[
@@ -466,7 +466,7 @@ def gc(
     yes: YesOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete what no checkpoint needs: parts of killed saves, rests of deletions, temporary files. Asks first.
+    """Delete what no checkpoint needs. Parts of killed saves, rests of deletions, temporary files; asks first.
 
     Never a checkpoint, nor what the newest job may be saving. It may run while jobs save and read.
     """
@@ -478,7 +478,7 @@ def gc(
 
 @app.command()
 def pin(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
-    """Keep checkpoints from being deleted, until somebody unpins them. A run stands for its head."""
+    """Keep checkpoints from being deleted. Until somebody unpins them; a run stands for its head."""
     from holdfast.cli.pin import pin
 
     pin(paths, as_json=as_json)
@@ -513,7 +513,7 @@ def report(
         bool, typer.Option("--json", help="Write no page; print the ledger of time as one JSON document.")
     ] = False,
 ) -> None:
-    """Write a page about a run: its ranks and phases, times, sizes and ledgers. It is one file, and loads nothing."""
+    """Write a page about a run. Shows ranks and phases, times, sizes and ledgers; one file that loads nothing."""
     from holdfast.cli.report import report
 
     report(run, events=events, out=out, as_json=as_json)
@@ -526,7 +526,7 @@ def trace(
     events: EventsOption = "",
     out: Annotated[str, typer.Option("--out", metavar="FILE", help="The trace. Default: RUN-trace.json, here.")] = "",
 ) -> None:
-    """Write a trace of all saves and restores, for each rank and phase. Perfetto opens it (ui.perfetto.dev)."""
+    """Write a trace of all saves and restores. Shows each rank and phase; Perfetto opens it (ui.perfetto.dev)."""
     from holdfast.cli.trace import trace
 
     trace(run, events=events, out=out)

@@ -41,7 +41,7 @@ def export(
     read_back: ReadBackOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a checkpoint as other systems read it: Hugging Face, PEFT, DCP, DeepSpeed, Megatron.
+    """Write a checkpoint for other systems. They are Hugging Face, PEFT, DCP, DeepSpeed and Megatron.
 
     Call it again to go on after a failure.
     """
@@ -55,7 +55,7 @@ def import_checkpoint(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint of another system, such as a Hugging Face folder.")
     ],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a new run, or its URL.")],
     *,
     step: Annotated[
         int,
@@ -74,7 +74,9 @@ def import_checkpoint(
 
 
 def cp(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A run, or one checkpoint: RUN@step=700, RUN@3.12.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A run (folder or URL), or one checkpoint: RUN@step=700, RUN@3.12.")
+    ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="A new run, or an earlier copy of the same one.")],
     *,
     skip_damaged: Annotated[
@@ -91,7 +93,7 @@ def cp(
 
 
 def compact(paths: CheckpointsArgument, *, as_json: JsonOption = False) -> None:
-    """Make checkpoints self-contained: copy the files that they share with earlier ones. A run stands for its head."""
+    """Make checkpoints self-contained. Copies the files that they share with earlier ones. A run is its head."""
     from holdfast.cli.compact import compact
 
     compact(paths, as_json=as_json)

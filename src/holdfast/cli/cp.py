@@ -39,13 +39,20 @@ def cp(src: str, dst: str, *, skip_damaged: bool, read_back: bool, as_json: bool
     return not report.damaged
 
 
+def _of_these(present: tuple[str, ...]) -> str:
+    """The checkpoints that were to be copied and were there already."""
+    return f"{count(len(present), 'checkpoint')} of the source" if len(present) > 1 else f"checkpoint {present[0]}"
+
+
 def _show(report: CopyReport) -> None:
     screen = console()
-    what = f"{count(len(report.copied), 'checkpoint')}, {size(report.written_nbytes)} in {report.seconds:.1f} s"
-    say(screen, f"copied {what}; every byte verified")
+    what = f"copied {count(len(report.copied), 'checkpoint')}, {size(report.written_nbytes)}"
+    if report.written_nbytes and not report.copied:
+        what = f"brought back {size(report.written_nbytes)} that the copy had lost"
+    say(screen, f"{what} in {report.seconds:.1f} s; every byte verified")
     where = printable(report.path)
     head = f"its head is step {report.step} at {report.head}" if report.head else "it has no head"
-    there = f"; it had {count(len(report.present), 'other checkpoint')} before" if report.present else ""
+    there = f"; it had {_of_these(report.present)} before" if report.present else ""
     say(screen, f"{where}: {head}{there}")
     if report.num_kept:
         say(screen, f"  {count(report.num_kept, 'file')} had been written before")

@@ -17,7 +17,7 @@ from holdfast.format.records import Diverged, Fork
 from holdfast.reports import size
 from holdfast.run.by_path import open_run
 from holdfast.run.history import Run
-from holdfast.run.listing import UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint, fork_of
+from holdfast.run.listing import REPEAT_CALL, UNKNOWN_LINEAGE, HistoryReader, ListedCheckpoint, fork_of
 from holdfast.run.lost_head import lost_head
 from holdfast.run.resumes import WARNED_FROM
 from holdfast.wording import count
@@ -69,7 +69,7 @@ def _show(document: LsDocument, name: str) -> None:
         say(screen, f"{name}: {_total(document.lineage)}")
         screen.print(_table(document.lineage))
     elif not document.findings:
-        say(screen, f"{name}: no checkpoint has been committed yet. An interrupted import goes on if it is repeated.")
+        say(screen, f"{name}: no checkpoint has been committed yet. {REPEAT_CALL}")
     if document.forked_from is not None:
         fork = document.forked_from
         say(screen, f"\na fork of step {fork.step} at {fork.place} of run {fork.run_id}: {printable(fork.path)}")

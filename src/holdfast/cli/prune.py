@@ -155,7 +155,7 @@ def _show(run: Run, survey: RetentionSurvey, left: Remains, *, is_sure: bool) ->
     decision, screen, now = survey.decision, console(), time.time()
     name = printable(run.storage.location.url)
     goes = {facts.place for facts in decision.deleted}
-    freed = size(sum(facts.freed_nbytes for facts in decision.deleted))
+    freed = _freed(decision.deleted)
     verb = "deletes" if is_sure else "would delete"
     say(screen, f"{name}: {verb} {count(len(goes), 'checkpoint')}, {freed}; keeps {len(decision.kept)}")
     rows = [(kept.facts, "keep", "; ".join(kept.reasons)) for kept in decision.kept]
@@ -178,6 +178,12 @@ def _show(run: Run, survey: RetentionSurvey, left: Remains, *, is_sure: bool) ->
         say(screen, f"leaves {others} alone; holdfast rm deletes such checkpoints")
 
 
+def _freed(deleted: Sequence[CheckpointFacts]) -> str:
+    """The bytes that deletions free. Still files of one go with the last checkpoint that needs them, maybe at once."""
+    freed = size(sum(facts.freed_nbytes for facts in deleted))
+    return f"at least {freed}" if any(facts.kept_nbytes for facts in deleted) else freed
+
+
 def _were(items: Sequence[str]) -> str:
     return "was" if len(items) == 1 else "were"
 
@@ -186,7 +192,7 @@ def _conclude(run: Run, done: RetentionOutcome) -> None:
     screen = console()
     for facts, error in done.held:
         say(screen, f"step {facts.step} at {facts.place} stays: {printable(error.message)}")
-    freed = size(sum(facts.freed_nbytes for facts in done.deleted))
+    freed = _freed(done.deleted)
     say(screen, f"deleted {count(len(done.deleted), 'checkpoint')}, {freed}; the head is {RunHead.of(run)}")
     if done.is_overtaken:
         say(screen, "Another job, or a rollback, opened a new epoch meanwhile: run the command again.")

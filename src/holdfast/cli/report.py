@@ -51,13 +51,13 @@ def report(run: str, *, events: str, out: str, as_json: bool) -> None:
         remarks.append(f"{count(job.num_dropped, 'event')} were dropped, because listeners were slow.")
     committed = {str(commit.place) for commit in history.commits}
     ledger = goodput_ledger(recorded.records, committed)
-    if as_json:
-        print_json(_document(found.storage.location.url, ledger, remarks))
-        return
     if not recorded.records:
         missing = no_events(folder, found.storage.location.url)
         remarks.append(f"{missing.message} {missing.action}")
-        say(console(stderr=True), f"the page has no times: {missing.message} {missing.action}")
+        say(console(stderr=True), f"the {'ledger' if as_json else 'page'} has no times: {remarks[-1]}")
+    if as_json:
+        print_json(_document(found.storage.location.url, ledger, remarks))
+        return
     picture = RunPicture(found.storage.location.url, time.time(), history, job, ledger, remarks)
     write_output(output_of(found, out, "-report.html"), page(picture).encode(), is_own=_is_page)
 

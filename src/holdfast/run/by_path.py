@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ConfigurationError
@@ -28,8 +27,9 @@ def open_run(path: RunPath) -> Run:
     target = parse_run(path)
     storage = open_store(target.location)
     if is_folder(storage):
-        folder = Path(target.root).absolute().parent
-        raise _one_checkpoint(path, "is", f"Name {folder.parent if folder.name == CHECKPOINTS else 'its run'}.")
+        folder = target.location.parent
+        run = folder.parent if folder is not None and folder.url.endswith(f"/{CHECKPOINTS}") else None
+        raise _one_checkpoint(path, "is", f"Name {run or 'its run'}.")
     return Run.open(storage, origin=target.origin)
 
 

@@ -299,8 +299,8 @@ def _quarantined(run: Run, known: RunRecords) -> Iterator[Finding]:
 def _lost(commit: Commit, path: str, what: str) -> Finding:
     text = (
         f"{what} Checkpoint {commit.place} (step {commit.step}) was committed, and damaged later; or this copy of the "
-        "run is incomplete. Restore the checkpoint from another copy. Until then load an older one, or load with "
-        "fallback=True."
+        f"run is incomplete. Restore the checkpoint from another copy, as by 'holdfast cp COPY@{commit.place} RUN "
+        "--read-back'. Until then load an older one, or load with fallback=True."
     )
     return Finding("commit.damaged", path, text, "none", commit.checkpoint)
 

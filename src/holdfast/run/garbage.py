@@ -33,7 +33,7 @@ LEAST_GRACE_S: Final = 60.0
 
 _ROOT: Final = "."
 _PARTS: Final = "parts of a save or copy that was cut off: its epoch is over, and data files are missing"
-_REST: Final = "rest of a deletion that was interrupted"
+_REST: Final = "rest of a deletion that was interrupted, or that left still files to checkpoints that are gone"
 _TEMPORARY: Final = "temporary, and nobody has written to it for the time of grace, or its writer is dead"
 _RECORDS: Final = "of no effect any more: they have ended"
 

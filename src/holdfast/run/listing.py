@@ -18,6 +18,8 @@ from holdfast.run.reference_names import references_of
 from holdfast.run.resumes import ResumeCounts
 
 UNKNOWN_LINEAGE: Final = "unknown whether the head descends from these"
+#: The advice about a checkpoint that is not whole and that no save has begun.
+REPEAT_CALL: Final = "An interrupted import or copy (holdfast cp) goes on if it is repeated."
 
 
 class ListedCheckpoint(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
+from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
 from holdfast.format import records
 from holdfast.format.near import near
 from holdfast.format.records import CHECKPOINTS, EPOCHS, HISTORY, MARKER_KEY, Place
@@ -31,7 +31,7 @@ from holdfast.format.tombstones import parse_removed_name
 from holdfast.run.foreign import file_kind, folder_kind, near_file
 from holdfast.store.base import Location, Store
 from holdfast.store.posix_errors import in_the_way
-from holdfast.store.urls import local_path, location_of, open_store
+from holdfast.store.urls import local_path, location_of, open_store, with_options
 from holdfast.wording import with_article
 
 _SELECTOR = re.compile(r"(?P<root>.*)@(?:step=(?P<step>[^/@]*)|(?P<epoch>[0-9]+)\.(?P<seq>[0-9]+))", re.DOTALL)
@@ -90,8 +90,7 @@ def parse(path: str | os.PathLike[str] | Location) -> Selection:
     text = local_path(text)
     match = _SELECTOR.fullmatch(text)
     folder = text if match is None else match["root"]
-    location = _location(folder, text)
-    location = Location(location.url, options or location.options)
+    location = with_options(_location(folder, text), options)
     origin = _origin(folder)
     if match is None:
         return Selection(location, origin=origin)
@@ -223,10 +222,11 @@ def some_quoted(names: list[str]) -> str:
 
 def _near_runs(storage: Store) -> str | None:
     """The question whether the user meant another run, or a single checkpoint; None where none is near. One part of the
-    path has a slip: its last one or, where the folder above does not exist, an earlier one."""
+    path has a slip: its last one or, where the folder above does not exist, an earlier one. Of a URL only the last one
+    is looked at, because a list of a store can take long."""
     folder = storage.location.folder
     if folder is None:
-        return None
+        return _near_keys(storage.location)
     missing, below = Path(folder), Path()
     while True:
         around = open_store(Location(str(missing.parent)))
@@ -240,6 +240,19 @@ def _near_runs(storage: Store) -> str | None:
         if names or missing.parent == missing.parent.parent:
             return None
         missing, below = missing.parent, missing.name / below
+
+
+def _near_keys(location: Location) -> str | None:
+    """The question whether the user meant a run beside the URL `location`; None where none is near."""
+    if location.parent is None:
+        return None
+    try:
+        around = open_store(location.parent)
+        names = near(location.url.rpartition("/")[2], around.list(""), count=_MAX_NEAR)
+        found = [name for name in names if any(around.nbytes(f"{name}/{key}") is not None for key in _ROOT_KEYS)]
+    except StorageError:  # these credentials may be for keys below the URL alone; the error about them matters
+        return None
+    return f"Did you mean {some_quoted(found)}, beside it?" if found else None
 
 
 def beside(storage: Store) -> Store | None:

@@ -14,6 +14,7 @@ from holdfast.format.records import CHECKPOINTS, SEAL_NAME, Commit, Place, Seal
 from holdfast.run.complete import StoredManifest, check_files, encode_seal, is_abandoned, missing_files, read_manifest
 from holdfast.run.history import Run
 from holdfast.run.holds import Holds
+from holdfast.run.listing import REPEAT_CALL
 from holdfast.run.paths import some
 from holdfast.run.references import needed_folders
 
@@ -207,15 +208,13 @@ class Uncommitted:
     def _unfinished(self, what: str, *, young_s: float) -> FolderState:
         """The state of a folder that lacks files. For `young_s` seconds more its save may be in progress."""
         if young_s > 0:
-            text = (
-                f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force. An "
-                "interrupted import goes on if it is repeated."
-            )
+            text = f"{what} Its save may be in progress: look again in {ceil(young_s)} s, or remove it by force."
+            text = f"{text} {REPEAT_CALL}"
             return FolderState("folder.in_progress", text, "none")
         text = (
             f"{what} Its save never ended, so the checkpoint was never visible. Only the memory of a node may still "
-            "hold it whole (holdfast node): then its keeper finishes it when storage takes it. An interrupted import "
-            "goes on if it is repeated. Else remove it."
+            f"hold it whole (holdfast node): then its keeper finishes it when storage takes it. {REPEAT_CALL} Else "
+            "remove it."
         )
         return FolderState("folder.unfinished", text, self._remedy())
 

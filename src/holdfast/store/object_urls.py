@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -127,8 +128,15 @@ def query_of(location: Location) -> str:
 
 
 def _options(scheme: str, query: str) -> dict[str, str]:
-    known = OPTIONS[scheme]
     options = {unquote(name): value for name, value in parse_qsl(query, keep_blank_values=True)}
+    check_options(scheme, options)
+    return options
+
+
+def check_options(scheme: str, options: Mapping[str, str]) -> None:
+    """Raise the `ConfigurationError`, code ``config.store_option``, of options that stores of `scheme` do not have, and
+    of secrets."""
+    known = OPTIONS[scheme]
     for name, value in options.items():
         if name in known:
             if "@" in value:
@@ -144,7 +152,6 @@ def _options(scheme: str, query: str) -> dict[str, str]:
             code="config.store_option",
             action=f"Use {', '.join((*known, *_LIMITS))}; everything else comes from the environment.",
         )
-    return options
 
 
 def _check_limit(name: str, value: str) -> None:

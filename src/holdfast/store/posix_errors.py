@@ -49,7 +49,9 @@ def _storage_error(operation: str, path: str, error: OSError, nbytes: int | None
         reason += _space(os.path.dirname(path), nbytes)
     elif error.errno in _DENIED:
         code, action = "storage.denied", "Give this user write access, or use another place."
-        if operation in _READS:
+        if error.errno == errno.EROFS:
+            action = "Mount it for writing (the kernel log, dmesg, says why it is not), or use another place."
+        elif operation in _READS:
             action = "Ask its owner for access: a run is private unless its folder has a wider mode (chmod)."
     elif error.errno in _VANISHED:
         obstacle = in_the_way(path)
@@ -98,6 +100,8 @@ def check_creatable(path: str) -> None:
     with reported("create", path):
         if in_the_way(str(folder)) is not None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 

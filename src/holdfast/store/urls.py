@@ -8,18 +8,21 @@ keepers, as an entry point of the group ``holdfast.stores`` of an installed pack
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from typing import TypeAlias
 from urllib.parse import unquote
 
 from holdfast.errors import ConfigurationError
 from holdfast.store.base import SCHEME, Location, Store
-from holdfast.store.object_urls import SCHEMES, object_location, query_of
+from holdfast.store.object_urls import SCHEMES, check_options, object_location, query_of
 from holdfast.store.posix import PosixStore
 from holdfast.store.posix_errors import in_the_way
 from holdfast.store.timed import TimedStore
 
 _GROUP = "holdfast.stores"
+#: The beginning of a URL that went through `pathlib`, which joins its slashes.
+_JOINED = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 Opener: TypeAlias = Callable[[Location], Store]
@@ -86,6 +89,16 @@ def location_of(path: str) -> Location:
     return object_location(path) if _is_of_objects(scheme[1]) else Location(path.rstrip("/"))
 
 
+def with_options(location: Location, options: tuple[tuple[str, str], ...]) -> Location:
+    """`location` with the options that its caller gave beside the URL, if any. Raises as `location_of`."""
+    if not options:
+        return location
+    scheme = SCHEME.match(location.url)
+    if scheme is not None and _is_of_objects(scheme[1]):
+        check_options(scheme[1], dict(options))
+    return Location(location.url, options)
+
+
 def text_of(location: Location) -> str:
     """The text by which a user, or another process, names `location`: `location_of` turns it back, except for options
     that were given to the store of a package."""
@@ -125,10 +138,12 @@ def absolute(path: str) -> str:
 def local_path(text: str) -> str:
     """The path in `text`, which may be a path or a ``file://`` URL; the URL of another store is returned unchanged.
 
-    Raises `ConfigurationError`, code ``config.scheme``, where `text` is the URL of no known store.
+    Raises `ConfigurationError`, code ``config.scheme``, where `text` is the URL of no known store, and code
+    ``config.path`` where it lacks one of the two slashes of the URL of a known one.
     """
     scheme = SCHEME.match(text)
     if scheme is None:
+        _refuse_joined(text)
         return text
     if scheme[1].lower() != "file":
         if _opener(scheme[1].lower()) is None:
@@ -138,6 +153,21 @@ def local_path(text: str) -> str:
     if host not in ("", "localhost") or not slash:
         raise _no_folder(text, " of another machine")
     return slash + unquote(path)
+
+
+def _refuse_joined(text: str) -> None:
+    """Raise the error of a URL that a `Path` was made of: it would name a folder of this machine, such as ``s3:``."""
+    joined = _JOINED.match(text)
+    if joined is None or (joined[1].lower() != "file" and _opener(joined[1].lower()) is None):
+        return
+    rest = text[joined.end() :]
+    raise ConfigurationError(
+        f"'{text}' has one slash behind '{joined[1]}:', so it is no URL; a pathlib.Path joins the slashes of a URL.",
+        code="config.path",
+        action=f"Pass the URL as a str: '{joined[1]}://{'/' if joined[1].lower() == 'file' else ''}{rest}'. "
+        f"For a folder of this name, write './{text}'.",
+        path=text,
+    )
 
 
 def _opener(scheme: str) -> Opener | None:

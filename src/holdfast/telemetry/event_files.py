@@ -89,11 +89,15 @@ def _fair(sizes: Mapping[Path, int], most_nbytes: int) -> dict[Path, int]:
 
 def no_events(folder: Path | None, run: str) -> NotFoundError:
     """The error for a run of which no events are recorded in `folder`."""
+    if folder is None:  # a bucket has no folder beside it, so `JsonLines` needs the name of one
+        what, listener, named = f"'{run}' is in no folder, so there are no events beside it.", "'/shared/events'", ""
+    else:
+        what, listener, named = f"no events of '{run}' are recorded in '{folder}'.", "", " if it has another one"
     return NotFoundError(
-        f"no events of '{run}' are recorded in '{folder}'." if folder else f"'{run}' has no folder of recorded events.",
+        what,
         code="not_found.events",
-        action="Give the Checkpointer listeners=[JsonLines()] from holdfast.observing, and name the folder with "
-        "--events if it has another one.",
+        action=f"Give the Checkpointer listeners=[JsonLines({listener})] from holdfast.observing, and name the folder "
+        f"with --events{named}.",
         path=run,
     )
 

@@ -1,0 +1,26 @@
+"""The errors of saves that failed or are not durable yet: each tells the cause and the next action."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.checkpointer.save_errors import stopped, unless_known
+from holdfast.signing import KEYS, signed
+
+
+def test_the_last_failure_is_printed_in_lines() -> None:
+    last = "[timeout.slot] no slot is free.\n  The last attempt failed: the disk is full.\nFree space."
+    lines = str(stopped(7, "2 saves in a row made no checkpoint", "the newest is 9 s old", last)).splitlines()
+    assert lines[1:4] == [
+        "  The last failure: [timeout.slot] no slot is free.",
+        "  The last attempt failed: the disk is full.",
+        "  Free space.",
+    ]
+
+
+def test_a_keeper_without_the_key_of_its_job_is_not_waited_for_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS, raising=False)
+    with pytest.raises(Exception, match="holdfast node RUN --stop") as caught:
+        signed(b"{")
+    assert "Do what the error of the last attempt says" in unless_known(str(caught.value), "Wait longer.")
+    assert unless_known("[storage.unavailable] the store is away.", "Wait longer.") == "Wait longer."
