@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast import ConfigurationError, StateError, StopAfter, StorageError
 from holdfast.data import GlobalOrder
+from tests.support.keepers import end_keepers
+from tests.support.models import start_new_job
 from tests.trainers.stored import contents
 
 with warnings.catch_warnings():  # what Lightning says while it is imported is not ours
@@ -84,7 +87,7 @@ def fit(
 ) -> LightningCheckpoint:
     """A job, which ends early where the model is interrupted. Its loader shuffles, unless there is an order."""
     torch.manual_seed(1)
-    saves = LightningCheckpoint(run, order=order, memory=None, **options)
+    saves = LightningCheckpoint(run, order=order, **{"memory": None, **options})
     shuffled = DataLoader(DATA, batch_size=4, shuffle=True)
     loader = shuffled if order is None else DataLoader(DATA, batch_sampler=order)
     callbacks = [saves, *([EarlyStopping("val_loss", patience=100)] if has_validation else [])]
@@ -110,6 +113,28 @@ def test_a_fit_went_on_for_ever_on_a_store_that_failed(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"storage\.stopped.*2 saves in a row"):
         fit(tmp_path / "run", model, save=holdfast.EverySteps(1), on_failed_save=StopAfter(missed=2))
     assert model.num_batches == 4
+
+
+def test_a_fit_goes_on_from_the_disk_of_the_node(tmp_path: Path, node_dir: Path) -> None:
+    """The callback did not take local=, which saves scripts that write their loop themselves."""
+    options: dict[str, Any] = {"memory": holdfast.Memory(node_dir=node_dir), "local": tmp_path / "disk"}
+    first, second = Noisy(), Noisy()
+    fit(tmp_path / "run", first, limits={"max_steps": 3}, **options)
+    end_keepers(node_dir)
+    shutil.rmtree(node_dir)
+    node_dir.mkdir()
+    start_new_job()
+    for file in tmp_path.glob("run/checkpoints/*/*.safetensors"):
+        file.unlink()
+    fit(tmp_path / "run", second, limits={"max_steps": 3}, **options)
+    assert second.num_batches == first.num_batches == 3  # the second one is restored, and trains no step
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
+def test_options_of_the_checkpointer_are_checked_before_the_fit(tmp_path: Path) -> None:
+    for options in ({"max_resumes": 0}, {"local": tmp_path / "disk", "memory": None}):
+        with pytest.raises(ValueError, match=r"max_resumes|local="):
+            LightningCheckpoint(tmp_path / "run", **options)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol
 from holdfast.checkpointer import Checkpointer
 from holdfast.checkpointer.events import EventListener
 from holdfast.checkpointer.memory_option import Memory
-from holdfast.checkpointer.option_checks import check_options
+from holdfast.checkpointer.option_checks import check_options, checked_disk
 from holdfast.errors import ConfigurationError
 from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.tested_versions import warn_untested
@@ -53,6 +53,7 @@ class LightningHooks:
         save: SavePolicy = Auto() | OnPreemption(),  # noqa: B008 - a frozen value
         keep: KeepPolicy | None = None,
         memory: Memory | None = Memory(),  # noqa: B008 - a frozen value
+        local: str | os.PathLike[str] | None = None,
         every_epochs: int | None = None,
         order: DataOrder | None = None,
         extra: dict[str, object] | None = None,
@@ -60,6 +61,7 @@ class LightningHooks:
         at: str | None = None,
         listeners: Sequence[EventListener] = (),
         on_failed_save: Literal["warn"] | StopAfter = "warn",
+        max_resumes: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__()
@@ -70,12 +72,13 @@ class LightningHooks:
             keep=keep,
             initial=None,
             fork=False,
-            max_resumes=None,
+            max_resumes=max_resumes,
             takeover=False,
             when_full="wait",
             on_failed_save=on_failed_save,
             timeout_s=timeout_s,
         )
+        checked_disk(local, memory=memory, takeover=False)
         if not isinstance(save, SavePolicy):
             raise TypeError("save must be a policy, such as holdfast.EverySteps(1000), not None")
         if every_epochs is not None:
@@ -85,6 +88,7 @@ class LightningHooks:
         self._save_policy = save
         self._keep = keep
         self._memory = memory
+        self._local = local
         self._every_epochs = every_epochs
         self._order = order
         self._extra = extra
@@ -92,6 +96,7 @@ class LightningHooks:
         self._at = at
         self._listeners = listeners
         self._on_failed_save = on_failed_save
+        self._max_resumes = max_resumes
         self._timeout_s = timeout_s
         #: The fit that is running; None between fits.
         self._fit: LightningFit | None = None
@@ -119,11 +124,13 @@ class LightningHooks:
             self._run,
             self._state(trainer, parts := LightningParts(trainer)),
             memory=self._memory,
+            local=self._local,
             save=self._save_policy,
             keep=self._keep,
             select=self._select,
             listeners=self._listeners,
             on_failed_save=self._on_failed_save,
+            max_resumes=self._max_resumes,
             timeout_s=self._timeout_s,
         )
         self._fit = LightningFit(

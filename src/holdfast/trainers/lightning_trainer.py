@@ -17,14 +17,14 @@ class LightningCheckpoint(LightningHooks, Checkpoint):  # type: ignore[misc] # L
 
     A step is a batch after which an optimizer has stepped, and it ends with the validation that follows, if one does.
     `save` says after which steps to save (default: as often as it pays, and before a preemption), `keep` which
-    checkpoints stay, and `memory` is that of the `Checkpointer`. The last step of `fit` is always saved. With
-    `every_epochs`, the end of every so many epochs is saved too. A checkpoint records the metrics that were logged in
-    its step; where `keep` has a ``KeepBest(metric)``, each validation or epoch that logs the metric is saved.
+    checkpoints stay. The last step of `fit` is always saved. With `every_epochs`, the end of every so many epochs is
+    saved too. A checkpoint records the metrics that were logged in its step; where `keep` has a ``KeepBest(metric)``,
+    each validation or epoch that logs the metric is saved.
 
     `order` is the order of `holdfast.data` that the loader has as its batch sampler: it is saved, and advances with
     each batch. `extra` is a dict of further entries of the state, which a load fills. `select` are globs of names, as
     in `holdfast.save`. `at`, such as ``"step=700"``, is the checkpoint that the first `fit` begins with, in place of
-    the newest one. `listeners`, `on_failed_save` and `timeout_s` are those of the
+    the newest one. `memory`, `local`, `listeners`, `on_failed_save`, `max_resumes` and `timeout_s` are those of the
     `Checkpointer`.
 
     After a preemption `fit` returns early, on all ranks after the same step, and without the hooks of the end of the

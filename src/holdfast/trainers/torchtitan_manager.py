@@ -35,7 +35,7 @@ with imports_of("torchtitan"):
 __all__ = ["TorchtitanManager"]
 
 #: The fields of the config that torchtitan does not have.
-_OWN: Final = ("save", "keep", "memory", "listeners", "on_failed_save", "timeout_s")
+_OWN: Final = ("save", "keep", "memory", "local", "listeners", "on_failed_save", "max_resumes", "timeout_s")
 _RANDOM: Final = "random"
 _ALONE: Final = "Leave it out; `holdfast export` writes weights alone, in another dtype and for Hugging Face."
 #: Options of torchtitan that have no place here, and what to do instead.
@@ -57,8 +57,8 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
     Fields of torchtitan: `folder` below the dump folder is the run; `interval`, unless `save` is a policy;
     `keep_latest_k`, unless `keep` is one; `load_step`; `exclude_from_loading`; `enable_first_step_checkpoint`;
     `load_only`. In a run without checkpoints, the options `initial_load_...` load what torchtitan's own manager loads.
-    Fields of our own, which the command line does not show: `save`, `keep`, `memory`, `listeners`, `on_failed_save` and
-    `timeout_s`, as for `Checkpointer`.
+    Fields of our own, which the command line does not show: `save`, `keep`, `memory`, `local`, `listeners`,
+    `on_failed_save`, `max_resumes` and `timeout_s`, as for `Checkpointer`.
 
     After a preemption, `train` ends on all ranks after the same step, with `SystemExit` and code 75.
 
@@ -76,8 +76,10 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
         save: Annotated[SavePolicy | None, tyro.conf.Suppress] = None
         keep: Annotated[KeepPolicy | None, tyro.conf.Suppress] = None
         memory: Annotated[Memory | None, tyro.conf.Suppress] = field(default_factory=Memory)
+        local: Annotated[str | None, tyro.conf.Suppress] = None
         listeners: Annotated[Sequence[EventListener], tyro.conf.Suppress] = ()
         on_failed_save: Annotated[Literal["warn"] | StopAfter, tyro.conf.Suppress] = "warn"
+        max_resumes: Annotated[int | None, tyro.conf.Suppress] = None
         timeout_s: Annotated[float, tyro.conf.Suppress] = 600.0
 
         def to_dict(self) -> dict[str, Any]:
@@ -127,10 +129,12 @@ class TorchtitanManager(BaseCheckpointManager):  # type: ignore[misc] # torchtit
             self._run,
             state,
             memory=config.memory,
+            local=config.local,
             save=EverySteps(config.interval) | OnPreemption() if config.save is None else config.save,
             keep=kept if config.keep is None else config.keep,
             listeners=config.listeners,
             on_failed_save=config.on_failed_save,
+            max_resumes=config.max_resumes,
             timeout_s=config.timeout_s,
         )
 

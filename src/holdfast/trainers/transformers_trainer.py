@@ -62,7 +62,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
     `save_total_limit` of them, and the best one by `metric_for_best_model`). With `load_best_model_at_end`, the model
     is that of the best checkpoint when training ends. A finished job that is started again trains no step.
 
-    With `at`, such as ``"step=700"``, it goes on from that checkpoint. `memory`, `select`, `listeners`,
+    With `at`, such as ``"step=700"``, it goes on from that checkpoint. `memory`, `local`, `select`, `listeners`,
     `on_failed_save`, `max_resumes` and `timeout_s` are those of the `Checkpointer`.
 
     If an exception ends training, the newest snapshot in memory becomes durable by itself. As a context manager, it
@@ -80,6 +80,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
         save: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
         memory: Memory | None = Memory(),  # noqa: B008 - a frozen value
+        local: str | os.PathLike[str] | None = None,
         select: str | Sequence[str] | None = None,
         extra: Mapping[str, object] | None = None,
         at: str | None = None,
@@ -93,6 +94,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
         self._save = save
         self._keep = keep
         self._memory = memory
+        self._local = local
         self._select = select
         self._extra = extra or {}
         self._at = at
@@ -146,6 +148,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc] # transformers is
             self._run,
             self._state_of(parts, position, records),
             memory=self._memory,
+            local=self._local,
             save=self._policy(args),
             keep=keep,
             select=self._select,
