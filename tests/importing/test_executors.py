@@ -138,10 +138,15 @@ def test_a_data_file_that_rotted_after_a_kill_is_written_again(tmp_path: Path) -
     check_run(run)
 
 
-def test_another_source_does_not_go_on_with_what_was_begun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_time", [False, True], ids=["new time", "time set back"])
+def test_another_source_does_not_go_on_with_what_was_begun(tmp_path: Path, keeps_time: bool) -> None:
     source, run = write_source(tmp_path / "source"), tmp_path / "run"
     assert start(begun, str(source), str(run), 3, 0.0, err=tmp_path / "err").wait() == -signal.SIGKILL
-    os.utime(source / "model-00001-of-00002.safetensors")  # its bytes may be others now
+    shard = source / "model-00001-of-00002.safetensors"
+    times = shard.stat().st_atime_ns, shard.stat().st_mtime_ns
+    os.utime(shard)  # its bytes may be others now
+    if keeps_time:
+        os.utime(shard, ns=times)
     report = imported(source, run)
     assert (report.kept, report.place) == ((), "2.1")
     assert holdfast.open(run).place == "2.1"

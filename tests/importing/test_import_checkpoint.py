@@ -157,6 +157,19 @@ def test_an_import_that_is_repeated_with_another_step_names_the_files_of_the_fir
     assert folder.name in caplog.text
 
 
+def test_an_import_that_a_full_disk_stopped_was_called_one_of_another_source(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_sharded(tmp_path / "hf", some_tensors(), 2)
+    with pytest.raises(holdfast.StorageError, match="no worker"):
+        holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 3, executor=Unwilling())
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    for file in folder.iterdir():  # the disk had room for the folder, and for nothing in it
+        file.unlink()
+    holdfast.import_checkpoint(tmp_path / "hf", tmp_path / "run", 3)
+    assert "another step or source" not in caplog.text
+
+
 def test_an_import_takes_little_memory_and_no_torch(tmp_path: Path) -> None:
     write_sharded(tmp_path / "hf", {"w": torch.zeros(24 << 20), "v": torch.ones(3)}, 1)  # 96 MiB
     script = (

@@ -123,6 +123,21 @@ def test_the_state_of_one_rank_was_read_as_that_of_another(sharded: Path) -> Non
         holdfast.open(sharded)
 
 
+@pytest.mark.parametrize(("lost", "said"), [([0], "1 rank of 3"), ([2], "1 rank of 3"), ([0, 1], "2 ranks of 3")])
+def test_the_lost_state_of_a_rank_was_left_out_without_a_word(sharded: Path, lost: list[int], said: str) -> None:
+    for rank in lost:
+        (sharded / f"global_step_7/extra_state/extra_state_rank_{rank}.pt").unlink()
+    with pytest.raises(holdfast.CorruptError, match=f"lacks the state of {said}") as caught:
+        holdfast.open(sharded)
+    assert caught.value.details[0].endswith(f"extra_state_rank_{lost[0]}.pt is missing")
+
+
+def test_a_folder_with_the_state_of_rank_0_alone_is_read(sharded: Path) -> None:
+    for rank in (1, 2):
+        (sharded / f"global_step_7/extra_state/extra_state_rank_{rank}.pt").unlink()
+    assert holdfast.open(sharded).value("extra_state/rank_0/step") == 7
+
+
 def test_a_pickle_that_calls_code_is_refused(sharded: Path, tmp_path: Path) -> None:
     for part in ("model/.metadata", "extra_state/extra_state_rank_0.pt"):
         folder = shutil.copytree(sharded, tmp_path / part.partition("/")[0])

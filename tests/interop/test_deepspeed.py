@@ -105,9 +105,10 @@ def load_into(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_what_the_live_engine_held(tmp_path: Path, case: str) -> None:
+def test_every_tensor_is_what_the_live_engine_held(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
     folder = unpacked(case, tmp_path)
     view, wanted = holdfast.open(folder), expected(folder)
+    assert not caplog.messages
     steps = [f"optimizer/state/model/{name}/step" for name in TRAINED]
     if "own-adam" in case:  # it counts in a number
         assert [view.value(name) for name in steps] == [4] * len(steps)
@@ -323,6 +324,38 @@ def test_files_of_another_number_of_ranks_are_refused(tmp_path: Path) -> None:
         shutil.copy(file, folder / "global_step4")
     error = refused(folder)
     assert "is of 2 ranks, but has 2 files of further ranks" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "weights", "said"),
+    [
+        ("zero2-on-2", 6, True, "refused"),  # as a kill leaves it: the model file is written first
+        ("zero2-on-2", 2, True, "refused"),
+        ("zero2-on-2", 4, True, "warned"),  # the client may have changed the module
+        ("zero2-on-2", 6, False, ""),  # the optimizer began anew in step 3
+        ("zero3-on-2", 6, False, "warned"),
+    ],
+)
+def test_the_model_file_of_a_save_that_was_killed_was_read_beside_an_older_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str, steps: int, weights: bool, said: str
+) -> None:
+    folder = unpacked(case, tmp_path)
+    for file in (folder / "global_step4").glob("*model_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["global_steps"] = steps
+        if weights:
+            content["module"] = {name: (tensor * 1.1).to(tensor.dtype) for name, tensor in content["module"].items()}
+        torch.save(content, file)
+    if said == "refused":
+        error = str(refused(folder))
+        assert "mixes files of several saves" in error
+        assert "zero_pp_rank_0_mp_rank_00_optim_states.pt has other weights for" in error
+        assert f"the engine has done {steps} steps and its optimizer 4" in error
+    else:
+        model, optimizer = blank()
+        load_into(folder, model, optimizer)
+        warnings = [text for text in caplog.messages if text.endswith("as in a folder that mixes files of two saves")]
+        assert len(warnings) == (said == "warned")
 
 
 def test_a_group_may_have_any_number_of_parameters_and_thus_of_paddings() -> None:

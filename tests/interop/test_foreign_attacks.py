@@ -295,9 +295,10 @@ def test_a_file_that_was_written_again_after_it_was_opened_gives_no_other_tensor
         view["b"][...]
 
 
+@pytest.mark.parametrize("keeps_time", [False, True], ids=["new time", "time set back"])
 @pytest.mark.parametrize("read", ["load", "view"])
 def test_a_file_that_was_written_again_in_place_while_it_was_read_gave_old_and_new_elements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, keeps_time: bool
 ) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
@@ -309,6 +310,8 @@ def test_a_file_that_was_written_again_in_place_while_it_was_read_gave_old_and_n
         with path.open("r+b") as other:  # another job has come as far as the last tensor
             other.seek(-16, os.SEEK_END)
             other.write(torch.ones(4).numpy().tobytes())
+        if keeps_time:  # as rsync --inplace does, and tar with the times that it stores
+            os.utime(path, (1, 1))
         return file
 
     monkeypatch.setattr(ForeignState, "open_file", opened)

@@ -161,6 +161,14 @@ def test_ranks_that_see_different_folders_load_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, load_own, one, one) == [("corrupt.foreign", True)] * 2
 
 
+def test_a_node_with_the_folder_of_an_older_step_gave_its_ranks_other_weights(tmp_path: Path) -> None:
+    paths = [str(tmp_path / str(number)) for number in range(2)]
+    for number, path in enumerate(paths):
+        Path(path).mkdir()
+        save_file({"w": torch.full((3,), float(number))}, f"{path}/model.safetensors")
+    assert run_ranks(2, load_own, *paths) == [("storage.not_shared", True)] * 2
+
+
 def test_tied_weights_that_are_stored_once_fill_both_names(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -143,6 +143,8 @@ class HistoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.storage = self.new_storage()
+        #: The same place as processes reach it.
+        self.reached = self.reached_storage()
         self.run = Run.create(self.storage)
         self.jobs: list[Job] = []
         self.activities: list[Activity] = []
@@ -159,6 +161,9 @@ class HistoryMachine(RuleBasedStateMachine):
 
     def new_storage(self) -> Store:
         return MemoryStore()
+
+    def reached_storage(self) -> Store:
+        return self.storage
 
     # ---- what happens
 
@@ -250,7 +255,7 @@ class HistoryMachine(RuleBasedStateMachine):
     def copy(self, ops: int) -> None:
         """Copied by name, file after file, while others go on."""
         copy = MemoryStore("copy")
-        activity = Activity(self.storage, lambda storage: copy_by_name(storage, copy))
+        activity = Activity(self.reached, lambda storage: copy_by_name(storage, copy))
         activity.advance(ops)
         if self.activities:
             self._advance(self.activities[0], ops)
@@ -332,7 +337,7 @@ class HistoryMachine(RuleBasedStateMachine):
             self._start(self._save(job, self.step, takeover=False), None, job)
 
     def _start(self, work: Callable[[Store], object], ops: int | None, job: Job | None = None) -> Activity:
-        activity = Activity(self.storage, work)
+        activity = Activity(self.reached, work)
         if job is not None:
             job.activity = activity
         self.activities.append(activity)
@@ -365,7 +370,7 @@ class HistoryMachine(RuleBasedStateMachine):
             if commit is not None:
                 assert seen is not None
                 run.locate(commit)
-                job.session.note_loaded(Load(storage.location.url, run.run_id, commit.place, seen))
+                job.session.note_loaded(Load(storage.resolved(), run.run_id, commit.place, seen))
                 job.past = (*self.past[commit.place], commit.place)
                 job.known = seen
 

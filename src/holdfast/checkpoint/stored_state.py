@@ -52,6 +52,11 @@ class StoredState(DataFiles, ABC):
         """As `fingerprint`, without what differs between machines that see the same files."""
         return self.fingerprint
 
+    @property
+    def seen_content(self) -> str:
+        """A text that differs between processes that see other files at one location, as far as a few reads tell."""
+        return self.record.identity
+
     def check_unchanged(self, *, all_files: bool = True) -> None:
         """Look whether the files are those that were opened: only those that were read, unless `all_files`.
 

@@ -133,7 +133,8 @@ def _begin(run: Run, template: ManifestTemplate, digest: str, step: int) -> tupl
 
 def _warn_of_others(run: Run) -> None:
     """Tell the log what interrupted imports of another step or source have left."""
-    others = run.storage.list(records.CHECKPOINTS)
+    found = run.storage.list(records.CHECKPOINTS)
+    others = [folder for folder in found if run.storage.list(f"{records.CHECKPOINTS}/{folder}")]
     if others:
         LOG.warning(
             "'%s' has the files of an interrupted import of another step or source, which this one does not use: %s. "

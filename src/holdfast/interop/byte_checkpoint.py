@@ -25,12 +25,16 @@ from holdfast.interop.pickled_tree import PickledTree, nodes_of
 from holdfast.interop.saved_names import check_saved_name
 from holdfast.interop.torch_archive import ArchiveError, ArchivePlace, TorchArchive, Windows
 from holdfast.interop.torch_globals import PickledTensor
+from holdfast.wording import count
 
 _STEP: Final = re.compile(r"global_step_([0-9]{1,18})")
 _EXTRA: Final = re.compile(r"extra_state/extra_state_rank_([0-9]{1,9})\.pt")
+#: The file of a rank's part of the model or the optimizer.
+_DATA: Final = re.compile(r"(?:model|optimizer)/__([0-9]{1,9})_[0-9]+\.distcp")
 _TRACKER: Final = "latest_checkpointed_iteration.txt"
 _PARTS: Final = ("model", "optimizer")
 _NAME_A_STEP: Final = "Name the folder of one step, such as global_step_100."
+_SHOWN: Final = 5
 
 
 class ByteCheckpointFormat:
@@ -106,7 +110,9 @@ def _extra_states(folder: ForeignFolder, root: str) -> PickledTree:
     """The state that each rank pickled. What cannot be read is an error where it is looked up."""
     tree = PickledTree()
     windows = Windows(folder.storage)
-    for file, rank in _extra_files(folder, root):
+    files = list(_of_ranks(folder, root, _EXTRA))
+    _require_ranks(folder, root, {rank for _, rank in files})
+    for file, rank in files:
         name = f"extra_state/rank_{rank}"
         tree.nodes["extra_state"] = Open("dict")
         nbytes = folder.storage.nbytes(file) or 0
@@ -126,10 +132,22 @@ def _extra_states(folder: ForeignFolder, root: str) -> PickledTree:
     return tree
 
 
-def _extra_files(folder: ForeignFolder, root: str) -> Iterator[tuple[str, int]]:
-    """The files of the ranks' states, each with its rank."""
+def _require_ranks(folder: ForeignFolder, root: str, held: Collection[int]) -> None:
+    """Refuse a folder that lacks the states of some ranks, where several ranks, or a later one, have theirs."""
+    if not held or held == {0}:  # a job may save the state of rank 0 alone
+        return
+    ranks = range(max(*held, *(rank for _, rank in _of_ranks(folder, root, _DATA)), 0) + 1)
+    missing = [f"{root}extra_state/extra_state_rank_{rank}.pt is missing" for rank in ranks if rank not in held]
+    if missing:
+        what = f"lacks the state of {count(len(missing), 'rank')} of {len(ranks)}"
+        action = "Copy the missing files again."
+        raise damaged(folder.location.url, what, action=action, details=missing[:_SHOWN])
+
+
+def _of_ranks(folder: ForeignFolder, root: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
+    """The files of ranks whose names match `pattern`, each with its rank."""
     for name in folder.names:
-        if name.startswith(root) and (found := _EXTRA.fullmatch(name[len(root) :])) is not None:
+        if name.startswith(root) and (found := pattern.fullmatch(name[len(root) :])) is not None:
             yield name, int(found[1])
 
 

@@ -7,6 +7,7 @@ slots of the optimizer are ``optimizer/state/model/<name>/<slot>``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import prod
@@ -15,14 +16,13 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from holdfast.errors import HoldfastError
+from holdfast.format.dtypes import numpy_type
 from holdfast.format.names import component, join, shown
 from holdfast.geometry import Shape
 from holdfast.interop.deepspeed_archives import Archives
 from holdfast.interop.deepspeed_folder import FoundFiles, complete_files, find_files, is_deepspeed
 from holdfast.interop.deepspeed_layers import (
     ExpertLayers,
-    ExpertSample,
-    agrees,
     holders,
     is_of_expert,
     other_experts,
@@ -31,6 +31,7 @@ from holdfast.interop.deepspeed_layers import (
 )
 from holdfast.interop.deepspeed_layout import FlatParts, grouped, part_numel, partitioned, share
 from holdfast.interop.deepspeed_module import add_module, mixed, second_names
+from holdfast.interop.deepspeed_samples import WeightSample, agrees, sample_of
 from holdfast.interop.deepspeed_states import ModelStates, OptimStates, model_states, optim_states
 from holdfast.interop.deepspeed_table import TensorTable
 from holdfast.interop.deepspeed_unpartitioned import open_without_zero
@@ -40,8 +41,9 @@ from holdfast.interop.pickled_tree import CheckedNodes
 from holdfast.interop.torch_globals import PickledTensor
 from holdfast.wording import count
 
-#: So many master weights of a rank are compared with the copies in the file of their expert.
-_MAX_SAMPLED: Final = 256
+_log = logging.getLogger(__name__)
+#: The master weights of so many ranks are compared with the copies in the model file.
+_MAX_COMPARED: Final = 64
 
 
 class DeepSpeedFormat:
@@ -109,6 +111,7 @@ class _Opening:
         kind = model.option("optimizer", "type", default="")
         values.add_optimizer(optim, _by_group(flats), kind=kind if isinstance(kind, str) else "")
         self._add_trained(flats, optims, values)
+        self._check_one_save(model, optims, flats)
         trained = frozenset(chain.from_iterable(flat.names for flat in flats))
         add_module(self._table, self._root, files.model, models, trained, is_partitioned=files.is_partitioned)
         self._add_experts(layers, trained, values)
@@ -232,30 +235,72 @@ class _Opening:
         """An error, if the file of a rank has other experts than `flats` say. The copies of weights in the files of
         the experts tell."""
         copies = layers.copies
+        self._check_shapes(flats, copies)
         for flat in flats:
             for place, rank in enumerate(flat.ranks):
-                sample = self._sample(flat, place, optims[rank].masters[flat.group], copies)
+                sample = self._sample(flat, place, optims[rank], copies)
                 if sample is not None and not agrees(sample, self._table.elements):
                     return other_experts(self._folder.path(self._files.optim[rank]), sample.name)
         return None
 
     def _sample(
-        self, flat: _Flat, place: int, master: PickledTensor, copies: Mapping[str, tuple[str, PickledTensor]]
-    ) -> ExpertSample | None:
-        """Some elements of the first parameter of which a rank has any; None where it has padding alone."""
-        for name, shape, pieces in zip(flat.names, flat.shapes, flat.pieces, strict=True):
-            mine = np.flatnonzero(pieces.ranks == place)
-            if not len(mine) or name not in copies:
-                continue
-            key, copy = copies[name]
-            if copy.shape != shape:
-                raise self._mixed(f"{shown(name):.200} has another shape in the file of its expert")
-            box = int(mine[0])
-            first = int(np.ravel_multi_index(tuple(pieces.starts[box]), shape)) if shape else 0
-            numel = min(int(pieces.sizes[box].prod()), _MAX_SAMPLED)
-            masters = self._files.optim[flat.ranks[place]], master, int(pieces.firsts[box])
-            return ExpertSample(name, masters, (key, copy, first), numel)
+        self, flat: _Flat, place: int, optim: OptimStates, copies: Mapping[str, tuple[str, PickledTensor]]
+    ) -> WeightSample | None:
+        """Some weights of a parameter of which one rank of a group has a part; None where it has padding alone."""
+        parameters = list(zip(flat.names, flat.shapes, flat.pieces, strict=True))
+        key = self._files.optim[flat.ranks[place]]
+        return sample_of(parameters, place, (key, optim.masters[flat.group]), copies)
+
+    def _check_shapes(self, flats: Sequence[_Flat], copies: Mapping[str, tuple[str, PickledTensor]]) -> None:
+        for name, shape in chain.from_iterable(zip(flat.names, flat.shapes, strict=True) for flat in flats):
+            if name in copies and copies[name][1].shape != shape:
+                raise self._mixed(f"{shown(name):.200} has another shape in {copies[name][0]}")
+
+    def _check_one_save(self, model: ModelStates, optims: Sequence[OptimStates], flats: Sequence[_Flat]) -> None:
+        """Refuse a model file of another save than the optimizer files: of another step, with other weights than these
+        have. Warn where one of both is so: an engine whose optimizer began anew counts more steps, and a client may
+        have changed the weights of the module alone.
+
+        DeepSpeed writes the model file first. A job that dies while it saves under a tag again leaves both.
+        """
+        done, counted = model.steps, self._counted(optims[0])
+        is_other_step = None not in (done, counted) and done != counted
+        steps = f"the engine has done {done} steps and its optimizer {counted}"
+        if self._files.is_partitioned:  # the module has no copies
+            if is_other_step:
+                _log.warning("%s: %s, as in a folder that mixes files of two saves", self._root, steps)
+            return
+        other = self._other_weights(model, optims, flats)
+        if other is None:
+            return
+        rank, name = other
+        weights = f"{self._files.optim[rank]} has other weights for {shown(name):.200} than {self._files.model[0]}"
+        if is_other_step:
+            raise self._mixed(f"{weights}, and {steps}")
+        _log.warning("%s: %s, as in a folder that mixes files of two saves", self._root, weights)
+
+    def _other_weights(
+        self, model: ModelStates, optims: Sequence[OptimStates], flats: Sequence[_Flat]
+    ) -> tuple[int, str] | None:
+        """A rank and a parameter of which it has master weights that are not those of the module."""
+        key = self._files.model[0]
+        copies = {name: (key, each) for name, each in model.module.items() if isinstance(each, PickledTensor)}
+        dense = [flat for flat in flats if len(flat.ranks) == len(optims)]
+        self._check_shapes(dense, copies)
+        for rank in range(0, len(optims), -(-len(optims) // _MAX_COMPARED)):
+            for flat in dense:
+                sample = self._sample(flat, rank, optims[rank], copies)
+                if sample is not None and not agrees(sample, self._table.elements):
+                    return rank, sample.name
         return None
+
+    def _counted(self, optim: OptimStates) -> int | None:
+        """The number of steps that the optimizer of a rank has counted, where it counts any."""
+        found = next((slots["step"] for slots in optim.slots if "step" in slots), None)
+        if isinstance(found, PickledTensor):
+            held = np.frombuffer(self._table.bytes_of(self._files.optim[0], found), numpy_type(found.dtype))
+            return int(held[0]) if held.size == 1 and np.isfinite(held[0]) else None
+        return found if type(found) is int else None
 
     def _check_rank(self, rank: int, optim: OptimStates, flats: Sequence[_Flat], *, in_order: bool) -> None:
         """Refuse a file whose flat tensors have other sizes than the parameters ask for, or that is of another rank.

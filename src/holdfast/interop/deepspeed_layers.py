@@ -7,13 +7,10 @@ The file of an expert has its number among those of all ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from holdfast.errors import HoldfastError
-from holdfast.format.dtypes import numpy_type
 from holdfast.format.names import shown
 from holdfast.interop.deepspeed_archives import Archives
 from holdfast.interop.deepspeed_folder import FoundFiles, expert_name, missing_experts
@@ -126,24 +123,6 @@ def possible_orders(model: ModelStates) -> Sequence[bool]:
     if not isinstance(config, dict):
         return False, True
     return [config.get(_BY_DATA, False) is True]
-
-
-class ExpertSample(NamedTuple):
-    """Some master weights of an expert in the file of a rank, and the copies of the same elements in the expert's file:
-    the keys of both files, the tensors in them, and the first element and the number of elements in each."""
-
-    name: str
-    master: tuple[str, PickledTensor, int]
-    copy: tuple[str, PickledTensor, int]
-    numel: int
-
-
-def agrees(sample: ExpertSample, read: Callable[[str, PickledTensor, int, int], bytes]) -> bool:
-    """Whether master weights are those of the copies, which are their casts. `read` returns elements of a tensor: from
-    a file, from the first one on, so many."""
-    weights, copies = (read(*each, sample.numel) for each in (sample.master, sample.copy))
-    before, after = (numpy_type(each[1].dtype) for each in (sample.master, sample.copy))
-    return np.frombuffer(weights, before).astype(after).tobytes() == copies
 
 
 def other_experts(path: str, name: str) -> HoldfastError:

@@ -59,6 +59,12 @@ class ModelStates(NamedTuple):
     engine: Mapping[str, object]
     client: Mapping[str, object]
 
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that the optimizer has done: those of the engine without those that it skipped."""
+        done, skipped = self.engine.get("global_steps"), self.engine.get("skipped_steps", 0)
+        return done - skipped if type(done) is int and type(skipped) is int else None
+
     def option(self, section: str, name: str, default: object) -> object:
         """An option of the engine's configuration, by default `default`; None where the configuration is not there."""
         config = self.engine.get("ds_config")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import xxhash
 
@@ -20,6 +22,10 @@ from holdfast.interop.given_places import GivenPlaces
 from holdfast.io.jobs import DataFile
 from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore, untimed
+
+#: The bytes by which ranks compare what they see: so many samples, evenly spread over all files.
+_NUM_SAMPLES: Final = 32
+_SAMPLE_NBYTES: Final = 64
 
 #: Numbers that differ when a file is written again; None for one that is missing.
 Mark: TypeAlias = tuple[int, ...] | None
@@ -124,6 +130,23 @@ class ForeignState(StoredState):
         marks = [mark and mark[:2] for mark in self._marks]
         return xxhash.xxh3_128_hexdigest(f"{self._record.identity} {marks}".encode())
 
+    @property
+    def seen_content(self) -> str:
+        """As `StoredState.seen_content`: with some bytes of the files, since nodes may have copies of their own of a
+        folder, of several saves. All nodes see one object store."""
+        if self._storage.location.folder is None:
+            return self._record.identity
+        digest = xxhash.xxh3_128(self._record.identity.encode())
+        sizes = [mark[0] if mark else 0 for mark in self._marks]
+        ends = list(accumulate(sizes))
+        for number in range(_NUM_SAMPLES if any(sizes) else 0):
+            at = ends[-1] * number // _NUM_SAMPLES
+            file = bisect_right(ends, at)
+            start = at - ends[file] + sizes[file]
+            nbytes = min(_SAMPLE_NBYTES, ends[file] - at)
+            digest.update(self._storage.read(self._names[file], start=start, nbytes=nbytes))
+        return digest.hexdigest()
+
     def check_unchanged(self, *, all_files: bool = True) -> None:
         """As `StoredState.check_unchanged`."""
         self.check_read(range(len(self._names)) if all_files else self._read)
@@ -191,7 +214,8 @@ def _mark(store: Store, name: str) -> Mark:
         status = Path(path).stat()
     except OSError:
         return None  # the reader of the file says what is wrong
-    return status.st_size, status.st_mtime_ns, status.st_ino
+    # Some writers set the old time of modification again. Nobody sets the time of the last change.
+    return status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns
 
 
 def replaced(path: str) -> CorruptError:

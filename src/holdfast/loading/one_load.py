@@ -350,7 +350,7 @@ class Loading:
                 located, passed = self._find(target, skipped)
             except NotFoundError as error:
                 self._foreign = foreign_instead(error, target, self._storage)
-                return _Resolved(None, self._foreign.record.identity, None, (), is_foreign=True)
+                return _Resolved(None, self._seen(self._foreign), None, (), is_foreign=True)
             self._located = located
             self.end_lease()
             self._lease = leased(located)
@@ -426,7 +426,7 @@ class Loading:
             opened = Opened.of(resolve(target, self._storage)) if found is None else Opened(found, None)
         else:
             opened = Opened.of(resolve(Selection(target.location, place=resolved.place), self._storage))
-        if opened.checkpoint.record.identity != resolved.checkpoint_id:
+        if self._seen(opened.checkpoint) != resolved.checkpoint_id:
             raise StorageError(
                 f"rank {self._channel.rank} and rank 0 find different checkpoints at '{target}'.",
                 code="storage.not_shared",
@@ -435,6 +435,10 @@ class Loading:
                 rank=self._channel.rank,
             )
         return opened
+
+    def _seen(self, state: StoredState) -> str:
+        """A text that differs between ranks that see other checkpoints at one path."""
+        return state.seen_content if self._channel.world_size > 1 else state.record.identity
 
     def _compare(self, ranks: Sequence[Names], mine: _BoundLoad) -> Names:
         stored, nodes, options = mine.table.stored, mine.table.nodes, self._options
