@@ -68,7 +68,7 @@ def import_by(
         raise ConfigurationError(
             f"'{src}' is a checkpoint of holdfast already.",
             code="config.path",
-            action="Copy its run, or load it into a state and save that.",
+            action="Copy it (holdfast cp, holdfast.copy_run), or load it into a state and save that.",
             path=str(src),
         )
     state, storage = found.state, open_store(parse_run(run).location)
