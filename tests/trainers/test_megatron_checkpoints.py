@@ -31,6 +31,8 @@ JOB = ["model", "optimizer", "scheduler"]
 FP32 = Kind(bf16=False)
 FP16 = Kind(bf16=False, fp16=True)
 ONE = Layout(bucket=None)
+#: How long a save by Megatron may take: each rank starts a process that gets its results and imports torch for that.
+STOCK_TIMEOUT_S = 200.0
 
 
 class Stock(NamedTuple):
@@ -113,7 +115,9 @@ def test_a_job_goes_on_bit_by_bit_from_a_folder_of_megatron(
     tmp_path: Path, stock: Stock, ranks: int, layout: Layout
 ) -> None:
     run_ranks(1, write_reference, str(tmp_path), stock.kind)
-    run_ranks(stock.ranks, save_stock, str(tmp_path), stock.layout, stock.kind, stock.sharding)
+    run_ranks(
+        stock.ranks, save_stock, str(tmp_path), stock.layout, stock.kind, stock.sharding, timeout_s=STOCK_TIMEOUT_S
+    )
     assert run_ranks(ranks, load_stock, str(tmp_path), layout, stock.kind) == [(4, [])] * ranks
     assert stored_differences(f"{tmp_path}/again", f"{tmp_path}/after-3.pt") == []
 
@@ -177,7 +181,7 @@ def refuse_buckets(folder: str, layout: Layout) -> str:
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(tp=2, bucket=None), Layout(tp=2, distributed=False)])
 def test_buckets_of_another_layout_are_refused_and_nothing_is_loaded(tmp_path: Path, layout: Layout) -> None:
-    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2), Kind(), BUCKETS)
+    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2), Kind(), BUCKETS, timeout_s=STOCK_TIMEOUT_S)
     for text in run_ranks(2, refuse_buckets, str(tmp_path), layout):
         assert text.startswith("incompatible.megatron_buckets:")
         assert "dp_reshardable" in text
@@ -186,7 +190,7 @@ def test_buckets_of_another_layout_are_refused_and_nothing_is_loaded(tmp_path: P
 @pytest.mark.parametrize("layout", [Layout(pp=2, bucket=None), Layout(tp=2, bucket=10), Layout(distributed=False)])
 def test_buffers_of_another_layout_or_of_other_buckets_are_refused(tmp_path: Path, layout: Layout) -> None:
     """Buffers of other buckets can have as many elements, at other places, where weights need padding."""
-    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2, bucket=None), Kind(), GATHERED)
+    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2, bucket=None), Kind(), GATHERED, timeout_s=STOCK_TIMEOUT_S)
     for text in run_ranks(2, refuse_buckets, str(tmp_path), layout):
         assert text.startswith("incompatible.megatron_buckets:")
         assert "dp_zero_gather_scatter" in text
@@ -223,7 +227,7 @@ def _masters(job: Any) -> list[tuple[torch.Tensor, torch.Tensor, slice]]:
 
 def test_selections_do_what_the_flags_of_megatron_do(tmp_path: Path) -> None:
     run_ranks(1, write_reference, str(tmp_path), Kind())
-    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2), Kind(), BUCKETS)
+    run_ranks(2, save_stock, str(tmp_path), Layout(tp=2), Kind(), BUCKETS, timeout_s=STOCK_TIMEOUT_S)
     assert run_ranks(4, finetune, str(tmp_path), Layout(pp=2)) == [([], [], 0)] * 4
 
 
