@@ -7,6 +7,7 @@ import shutil
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast import Checkpointer, ConfigurationError, Memory, Still
+from holdfast import Checkpointer, ConfigurationError, Memory, Still, StorageError
 from holdfast.node_disk.disk_folder import found_parts
 from holdfast.node_memory.noted_disks import NotedDisk
 from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.store.base import Bytes
+from holdfast.store.posix import PosixReader
 from holdfast.store.urls import location_of
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
@@ -141,6 +144,39 @@ def test_a_file_that_is_damaged_in_memory_is_read_from_the_disk(run: str, node_d
     job = OneRank(run, node_dir, disk)
     with job.own:
         assert job.restore() == (1, "node disk")
+
+
+def test_a_file_that_the_disk_cannot_read_is_read_from_the_run(
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    with OneRank(run, node_dir, disk).save(0, 1).own:
+        pass
+    goes_down(node_dir)
+    bad, read_at = str(data_file(disk, 1)), PosixReader.read_at
+
+    def failing(self: PosixReader, offset: int, out: Bytes) -> None:
+        if self._path == bad and offset:  # beyond the header
+            raise StorageError(f"cannot read {bad}: {os.strerror(EIO)}.", code="storage.io", action="", path=bad)
+        read_at(self, offset, out)
+
+    monkeypatch.setattr(PosixReader, "read_at", failing)
+    job = OneRank(run, node_dir, disk)
+    with job.own:
+        assert job.restore() == (1, "storage")  # it was the only file
+
+
+def test_a_disk_that_vanishes_ends_no_save_of_a_state_that_grows_later(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0)
+    with job.own:
+        shutil.rmtree(disk)
+        job.save(1)
+        job.state["more"] = torch.ones(9 * NUMEL)
+        job.save(2)
+    assert sorted(committed(run)) == [0, 1, 2]
 
 
 def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, node_dir: Path, tmp_path: Path) -> None:
