@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from errno import EIO
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast import Checkpointer, ConfigurationError, Memory, Still, StorageError
-from holdfast.node_disk.disk_folder import found_parts
+from holdfast import Checkpointer, ConfigurationError, Memory, Still, StorageError, remove
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.node_disk.disk_folder import DiskPart, found_parts
 from holdfast.node_memory.noted_disks import NotedDisk
 from holdfast.node_memory.slots import Slot, slot_names
 from holdfast.store.base import Bytes
@@ -40,8 +43,11 @@ def steps_on(disk: Path, run: str) -> dict[int, bool]:
     """The steps on a disk, and whether the run has them too."""
     if not disk.exists():
         return {}
-    parts = found_parts(NotedDisk(str(disk), location_of(run).url))
-    return {part.generation.step: part.is_drained for part in parts}
+    return {part.generation.step: part.is_drained for part in parts_on(disk, run)}
+
+
+def parts_on(disk: Path, run: str) -> Iterator[DiskPart]:
+    return found_parts(NotedDisk(str(disk), location_of(run).url))
 
 
 def goes_down(node_dir: Path) -> None:
@@ -177,6 +183,42 @@ def test_a_disk_that_vanishes_ends_no_save_of_a_state_that_grows_later(
         job.state["more"] = torch.ones(9 * NUMEL)
         job.save(2)
     assert sorted(committed(run)) == [0, 1, 2]
+
+
+def ends(job: OneRank, slot: Slot | None, part: DiskPart) -> bool:
+    """Have the job watch a save that only `part` on its disk has by now. Returns whether it ends, as committed."""
+    handle = Handle(part.generation.step)
+    machine = SaveMachine(handle.step, handle.hear)
+    machine.put(part.place)
+    machine.stage(0)
+    assert job.own._tier is not None
+    job.own._tier.stager._watcher.add(machine, part.checkpoint_id, slot, part=part)
+    handle.durable.wait(30)
+    return machine.is_over
+
+
+def test_a_save_ends_although_the_disk_takes_no_note_of_its_commit(run: str, node_dir: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0, 1)
+    with job.own, folder_of(run, node_dir) as folder, ExitStack() as stack:
+        (part,) = [each for each in parts_on(disk, run) if each.generation.step == 0]
+        seal = Path(part.store.path(part.key("seal.json")))
+        seal.unlink()
+        seal.mkdir()  # no file can take its place
+        slots = [stack.enter_context(Slot(folder, name)) for name in slot_names(folder)]
+        slot = next(slot for slot in slots if slot.record.contents and slot.record.contents.step == 1)
+        assert ends(job, slot, part)
+
+
+def test_a_save_ends_although_its_commit_was_removed_before_this_rank_looked(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0, 1)
+    with job.own:
+        (part,) = [each for each in parts_on(disk, run) if each.generation.step == 0]
+        remove(f"{run}@step=0")
+        assert ends(job, None, part)
 
 
 def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, node_dir: Path, tmp_path: Path) -> None:

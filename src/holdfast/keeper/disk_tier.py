@@ -162,11 +162,11 @@ class DiskTier:
         if part is None:
             return
         if state == SlotState.COMMITTED and seal is not None:
-            with self._telling():
-                part.note_commit(seal)
             self._unreadable.discard(checkpoint_id)
             self._drained.add(checkpoint_id)
-            self._prune(part.run_id)
+            self._prune(part.run_id)  # first, because a full disk takes no seal
+            with self._telling():
+                part.note_commit(seal)
         elif state == SlotState.FENCED:
             self._hopeless.add(checkpoint_id)
 
