@@ -105,6 +105,21 @@ def test_a_file_that_the_disk_cannot_read_does_not_hold_up_newer_checkpoints(
     assert sorted(committed(run)) == [7, 8]
 
 
+def test_a_file_that_the_store_has_damaged_does_not_hold_up_newer_checkpoints(
+    run: Run, saved: Saved, folder: NodeFolder, disk: Path, stack: ExitStack
+) -> None:
+    away = Away(run)
+    with ExitStack() as first:
+        until_in(keeper_of(folder, first), saved, SlotState.ON_DISK)
+    later = Later(saved, folder, stack)
+    free(saved)
+    away.comes_back()
+    run.storage.create(f"checkpoints/{saved.generation.folder}/data-00001.safetensors", b"what is this?")
+    until_in(keeper_of(folder, stack), later, SlotState.COMMITTED)
+    assert committed(run) == [8]
+    assert sorted(parts(disk, run)) == [7, 8]
+
+
 def test_a_commit_whose_files_came_from_memory_alone_is_not_written_again_and_again(
     run: Run, saved: Saved, folder: NodeFolder, disk: Path, stack: ExitStack
 ) -> None:

@@ -20,10 +20,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
 from holdfast.keeper.persist import Sealing, persist
 from holdfast.keeper.writing import DiskFile
 from holdfast.node_disk.disk_folder import DiskPart, found_parts, part_of, sweep
+from holdfast.node_disk.disk_store import NODE_DISK
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.noted_disks import NotedDisk, noted_disks
@@ -64,8 +65,8 @@ class DiskTier:
         #: The ids of the parts that the run has too, and of those that it will never get.
         self._drained: set[str] = set()
         self._hopeless: set[str] = set()
-        #: The ids of the parts that the disk could not read at the last try.
-        self._unreadable: set[str] = set()
+        #: The ids of the parts that failed at the last try, for another cause than the run's store.
+        self._stuck: set[str] = set()
         self._num_removed = 0
         self._met: set[NotedDisk] = set()
         self._told: set[str] = set()
@@ -162,7 +163,7 @@ class DiskTier:
         if part is None:
             return
         if state == SlotState.COMMITTED and seal is not None:
-            self._unreadable.discard(checkpoint_id)
+            self._stuck.discard(checkpoint_id)
             self._drained.add(checkpoint_id)
             self._prune(part.run_id)  # first, because a full disk takes no seal
             with self._telling():
@@ -177,13 +178,20 @@ class DiskTier:
 
     def holds_up(self, checkpoint_id: str) -> bool:
         """Whether newer parts go to the run only after this one."""
-        return checkpoint_id not in self._unreadable
+        return checkpoint_id not in self._stuck
 
-    def lose(self, checkpoint_id: str, slots: Iterable[Slot], *, is_unreadable: bool) -> None:
-        """Do without a part that is damaged on the disk, or that it cannot read now (`is_unreadable`): that is tried
-        again. Where memory has its files still, they go to the run from there."""
-        (self._unreadable if is_unreadable else self._hopeless).add(checkpoint_id)
-        for slot in slots:
+    def note_failure(self, checkpoint_id: str, error: Exception, slots: Iterable[Slot]) -> None:
+        """Record why a try to bring a part to the run failed. A damaged part is not tried again. One that fails for
+        another cause than the run's store does not hold up newer ones. Where memory still has what the disk fails to
+        give, it goes to the run from there."""
+        is_of_disk = isinstance(error, HoldfastError) and error.tier == NODE_DISK
+        if checkpoint_id not in self._parts:
+            return
+        if isinstance(error, CorruptError) and is_of_disk:
+            self._hopeless.add(checkpoint_id)
+        elif is_of_disk or not isinstance(error, StorageError | NotFoundError):
+            self._stuck.add(checkpoint_id)
+        for slot in slots if is_of_disk else ():
             contents = slot.record.contents
             if contents is not None and contents.checkpoint_id == checkpoint_id:
                 self._refused[slot.name] = checkpoint_id
@@ -234,7 +242,7 @@ class DiskTier:
         self._num_removed += 1
         self._drained.discard(checkpoint_id)
         self._hopeless.discard(checkpoint_id)
-        self._unreadable.discard(checkpoint_id)
+        self._stuck.discard(checkpoint_id)
         with self._telling():
             part.remove()
 
