@@ -17,17 +17,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast import Checkpointer, ConfigurationError, Memory, Still, StorageError, remove
+from holdfast import Checkpointer, ConfigurationError, Memory, StateError, Still, StorageError, remove
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.save_machine import SaveMachine
-from holdfast.node_disk.disk_folder import DiskPart, found_parts
+from holdfast.checkpointer.watcher import Watcher
+from holdfast.node_disk.disk_folder import DiskPart, found_parts, part_of
+from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.noted_disks import NotedDisk
-from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
+from holdfast.run.history import Run
 from holdfast.store.base import Bytes
-from holdfast.store.posix import PosixReader
+from holdfast.store.posix import PosixReader, PosixStore
 from holdfast.store.urls import location_of
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
+from tests.keeper.test_persist import Saved
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -219,6 +223,28 @@ def test_a_save_ends_although_its_commit_was_removed_before_this_rank_looked(
         (part,) = [each for each in parts_on(disk, run) if each.generation.step == 0]
         remove(f"{run}@step=0")
         assert ends(job, None, part)
+
+
+def test_a_save_whose_file_left_memory_unwritten_ends_although_the_disk_has_files_of_other_ranks(
+    node_dir: Path, tmp_path: Path
+) -> None:
+    run = Run.create(PosixStore(str(tmp_path / "run")))
+    with NodeFolder(run.storage.location.url, node_dir=node_dir) as folder, ExitStack() as stack:
+        saved = Saved(run, [folder, folder], stack, disk=str(tmp_path))
+        part = part_of(tmp_path, run.run_id, saved.generation)
+        part.begin()
+        part.store.create(part.key("data-00000.safetensors"), b"of rank 0")
+        handle = Handle(7)
+        machine = SaveMachine(handle.step, handle.hear)
+        machine.put(part.place)
+        machine.stage(0)
+        watcher = Watcher(run.storage.location, node_dir, rank=1)
+        watcher.add(machine, part.checkpoint_id, saved.slots[1], part=part)
+        saved.slots[1].advance(SlotRecord(SlotState.FREE))  # as the keeper does where it cannot hash it
+        watcher.begin()
+        with pytest.raises(StateError, match="its node has lost it"):
+            handle.durable.wait(10)
+        watcher.close()
 
 
 def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, node_dir: Path, tmp_path: Path) -> None:

@@ -194,13 +194,14 @@ class Watcher:
                 machine.delay(record.error)
 
     def _look_at_disk(self, pending: _Pending) -> None:
-        """Look at a save whose slot was free to be filled again: what a disk of the node has of it, if anything."""
+        """Look at a save whose slot was free to be filled again: what a disk of the node has of it, if anything. (The
+        files of other ranks of the node may be there too.)"""
         part, machine = pending.part, pending.machine
         try:
             if part is not None and part.is_drained:
                 nbytes, referenced_nbytes = part.stored_nbytes(pending.files)
                 machine.commit(nbytes, referenced_nbytes=referenced_nbytes)
-            elif part is None or not part.is_there:
+            elif part is None or not part.has(pending.files):
                 self._end_lost(machine, pending.checkpoint_id)
         except HoldfastError as error:  # of the disk
             machine.delay(str(error))

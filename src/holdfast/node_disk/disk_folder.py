@@ -89,10 +89,9 @@ class DiskPart:
         """Whether the run has the commit of the checkpoint, as far as this disk can tell."""
         return self._seal() is not None
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the part is still on the disk."""
-        return self.store.nbytes(self._generation_key) is not None
+    def has(self, numbers: Collection[int]) -> bool:
+        """Whether all data files with these numbers are still on the disk, in whatever condition."""
+        return all(self.store.nbytes(self.key(self._names[number])) is not None for number in numbers)
 
     def stored_nbytes(self, numbers: Collection[int]) -> tuple[int, int]:
         """Of the data files with these numbers, the bytes that went to the run, and those that did not, because an
