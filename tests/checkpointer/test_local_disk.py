@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from errno import EIO
 from pathlib import Path
 
 import pytest
@@ -15,13 +17,21 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast import Checkpointer, ConfigurationError, Memory, Still
-from holdfast.node_disk.disk_folder import found_parts
+from holdfast import Checkpointer, ConfigurationError, Memory, StateError, Still, StorageError, remove
+from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.save_machine import SaveMachine
+from holdfast.checkpointer.watcher import Watcher
+from holdfast.node_disk.disk_folder import DiskPart, found_parts, part_of
+from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.noted_disks import NotedDisk
-from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
+from holdfast.run.history import Run
+from holdfast.store.base import Bytes
+from holdfast.store.posix import PosixReader, PosixStore
 from holdfast.store.urls import location_of
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
+from tests.keeper.test_persist import Saved
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -37,8 +47,11 @@ def steps_on(disk: Path, run: str) -> dict[int, bool]:
     """The steps on a disk, and whether the run has them too."""
     if not disk.exists():
         return {}
-    parts = found_parts(NotedDisk(str(disk), location_of(run).url))
-    return {part.generation.step: part.is_drained for part in parts}
+    return {part.generation.step: part.is_drained for part in parts_on(disk, run)}
+
+
+def parts_on(disk: Path, run: str) -> Iterator[DiskPart]:
+    return found_parts(NotedDisk(str(disk), location_of(run).url))
 
 
 def goes_down(node_dir: Path) -> None:
@@ -141,6 +154,97 @@ def test_a_file_that_is_damaged_in_memory_is_read_from_the_disk(run: str, node_d
     job = OneRank(run, node_dir, disk)
     with job.own:
         assert job.restore() == (1, "node disk")
+
+
+def test_a_file_that_the_disk_cannot_read_is_read_from_the_run(
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk"
+    with OneRank(run, node_dir, disk).save(0, 1).own:
+        pass
+    goes_down(node_dir)
+    bad, read_at = str(data_file(disk, 1)), PosixReader.read_at
+
+    def failing(self: PosixReader, offset: int, out: Bytes) -> None:
+        if self._path == bad and offset:  # beyond the header
+            raise StorageError(f"cannot read {bad}: {os.strerror(EIO)}.", code="storage.io", action="", path=bad)
+        read_at(self, offset, out)
+
+    monkeypatch.setattr(PosixReader, "read_at", failing)
+    job = OneRank(run, node_dir, disk)
+    with job.own:
+        assert job.restore() == (1, "storage")  # it was the only file
+
+
+def test_a_disk_that_vanishes_ends_no_save_of_a_state_that_grows_later(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0)
+    with job.own:
+        shutil.rmtree(disk)
+        job.save(1)
+        job.state["more"] = torch.ones(9 * NUMEL)
+        job.save(2)
+    assert sorted(committed(run)) == [0, 1, 2]
+
+
+def ends(job: OneRank, slot: Slot | None, part: DiskPart) -> bool:
+    """Have the job watch a save that only `part` on its disk has by now. Returns whether it ends, as committed."""
+    handle = Handle(part.generation.step)
+    machine = SaveMachine(handle.step, handle.hear)
+    machine.put(part.place)
+    machine.stage(0)
+    assert job.own._tier is not None
+    job.own._tier.stager._watcher.add(machine, part.checkpoint_id, slot, part=part)
+    handle.durable.wait(30)
+    return machine.is_over
+
+
+def test_a_save_ends_although_the_disk_takes_no_note_of_its_commit(run: str, node_dir: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0, 1)
+    with job.own, folder_of(run, node_dir) as folder, ExitStack() as stack:
+        (part,) = [each for each in parts_on(disk, run) if each.generation.step == 0]
+        seal = Path(part.store.path(part.key("seal.json")))
+        seal.unlink()
+        seal.mkdir()  # no file can take its place
+        slots = [stack.enter_context(Slot(folder, name)) for name in slot_names(folder)]
+        slot = next(slot for slot in slots if slot.record.contents and slot.record.contents.step == 1)
+        assert ends(job, slot, part)
+
+
+def test_a_save_ends_although_its_commit_was_removed_before_this_rank_looked(
+    run: str, node_dir: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    job = OneRank(run, node_dir, disk).save(0, 1)
+    with job.own:
+        (part,) = [each for each in parts_on(disk, run) if each.generation.step == 0]
+        remove(f"{run}@step=0")
+        assert ends(job, None, part)
+
+
+def test_a_save_whose_file_left_memory_unwritten_ends_although_the_disk_has_files_of_other_ranks(
+    node_dir: Path, tmp_path: Path
+) -> None:
+    run = Run.create(PosixStore(str(tmp_path / "run")))
+    with NodeFolder(run.storage.location.url, node_dir=node_dir) as folder, ExitStack() as stack:
+        saved = Saved(run, [folder, folder], stack, disk=str(tmp_path))
+        part = part_of(tmp_path, run.run_id, saved.generation)
+        part.begin()
+        part.store.create(part.key("data-00000.safetensors"), b"of rank 0")
+        handle = Handle(7)
+        machine = SaveMachine(handle.step, handle.hear)
+        machine.put(part.place)
+        machine.stage(0)
+        watcher = Watcher(run.storage.location, node_dir, rank=1)
+        watcher.add(machine, part.checkpoint_id, saved.slots[1], part=part)
+        saved.slots[1].advance(SlotRecord(SlotState.FREE))  # as the keeper does where it cannot hash it
+        watcher.begin()
+        with pytest.raises(StateError, match="its node has lost it"):
+            handle.durable.wait(10)
+        watcher.close()
 
 
 def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, node_dir: Path, tmp_path: Path) -> None:

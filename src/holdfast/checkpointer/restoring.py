@@ -52,6 +52,7 @@ from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.loading.one_load import Loading, Opened
 from holdfast.node_disk.disk_folder import DiskPart, check_root, parts_on_disks, use_disk
+from holdfast.node_disk.disk_store import is_disk_failure
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
@@ -282,9 +283,10 @@ def _newest_in_memory(
             try:
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
-                if not is_damage(error):
-                    raise
                 copy = _copy_of(seal, error) if chosen.on_disk else None
+                # What a disk cannot read now may be the only copy of a checkpoint that the run lacks: that stays.
+                if not is_damage(error) and not (is_disk_failure(error) and chosen.committed and copy not in bad):
+                    raise
                 return _DamagedSnapshot(seal.place, error, None if copy in bad else copy)
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.

@@ -24,9 +24,10 @@ def is_unusable(error: HoldfastError) -> bool:
 
 
 def incomplete(step: int) -> StateError:
-    """The save of `step` was given up, because some rank could not copy its part."""
+    """The save of `step` was given up, because some rank could not copy its part, or its node has lost it."""
     return StateError(
-        f"step {step} was given up: a rank failed to copy its part, so the checkpoint can never be whole.",
+        f"step {step} was given up: a rank failed to copy its part, or its node has lost it, so the checkpoint can "
+        "never be whole.",
         code="state.incomplete",
         action="Read the log of that rank for the cause. The next save tries again.",
         step=step,

@@ -54,6 +54,8 @@ class Stager:
         self.node_dir = node_dir
         #: The folder on a disk of the node to which data files go before they go to the run (None: to the run at once).
         self.disk: Path | None = None
+        #: The folder on a disk that saves have used. If it cannot be used later, files go to the run at once.
+        self._used_disk: Path | None = None
         self._rank = rank
         #: The wanted number of slots. It may be raised; the next save then takes more memory.
         self.num_slots = num_slots
@@ -119,15 +121,16 @@ class Stager:
 
         Raises:
             ConfigurationError: there is too little memory (the error names the limit), no keeper could be started, or
-                the folder on the disk cannot be used.
+                the folder on the disk cannot be used and never was.
             StorageError: the memory cannot be used.
             DeadlineError: it took longer than `timeout_s`.
         """
         memory = self._memory.used
         with unusable_memory(memory.folder.path):
             ensure_keeper(memory.folder, text_of(self._run))
-        if self.disk is not None:
+        if self.disk is not None and self.disk != self._used_disk:
             own_folder(self.disk / share.manifest.body.run_id)
+            self._used_disk = self.disk
         nbytes = _nbytes(share)
         if nbytes and not self._has_reserved(nbytes, device, timeout_s):
             if self._reserved_nbytes >= 0 and memory.arena.error is not None:

@@ -16,6 +16,7 @@ from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.format import records
 from holdfast.format.records import Place
+from holdfast.format.tombstones import removed_key
 from holdfast.keeper.client import ensure_keeper
 from holdfast.latch import Latch
 from holdfast.node_disk.disk_folder import DiskPart
@@ -31,6 +32,9 @@ _LOOK_S: Final = 0.025
 _LOOK_FURTHER_S: Final = 0.2
 #: Limit of the second interval, which doubles each time that no keeper could be started or storage did not answer.
 _LOOK_FURTHER_AT_MOST_S: Final = 10.0
+#: Interval of looks in storage for what the keeper or another look should have told: the disk of a keeper may take no
+#: note of a commit, and a `keep` policy may remove a commit soon after it came.
+_LOOK_BACK_S: Final = 5.0
 #: Limit for storage to answer the watcher; `close` waits for that.
 _STORE_TIMEOUT_S: Final = 5.0
 
@@ -53,6 +57,12 @@ class _Pending(NamedTuple):
         """The slot, unless a disk has its contents."""
         return None if self.slot is None or self.slot.state == SlotState.ON_DISK else self.slot
 
+    @property
+    def is_on_disk_alone(self) -> bool:
+        """Whether the slot holds something else by now."""
+        contents = None if self.slot is None else self.slot.record.contents
+        return self.part is not None and (contents is None or contents.checkpoint_id != self.checkpoint_id)
+
 
 class Watcher:
     """Tells saves whose slots were handed to the keeper how they end, and makes sure that a keeper is alive.
@@ -68,6 +78,7 @@ class Watcher:
         #: The lock of the list below. A thread that holds it calls nothing else.
         self._lock = Lock()
         self._pending: list[_Pending] = []
+        self._look_back_at = 0.0
         self._closed = Latch()
         self._thread: Thread | None = None
 
@@ -183,13 +194,14 @@ class Watcher:
                 machine.delay(record.error)
 
     def _look_at_disk(self, pending: _Pending) -> None:
-        """Look at a save whose slot was free to be filled again: what a disk of the node has of it, if anything."""
+        """Look at a save whose slot was free to be filled again: what a disk of the node has of it, if anything. (The
+        files of other ranks of the node may be there too.)"""
         part, machine = pending.part, pending.machine
         try:
             if part is not None and part.is_drained:
                 nbytes, referenced_nbytes = part.stored_nbytes(pending.files)
                 machine.commit(nbytes, referenced_nbytes=referenced_nbytes)
-            elif part is None or not part.is_there:
+            elif part is None or not part.has(pending.files):
                 self._end_lost(machine, pending.checkpoint_id)
         except HoldfastError as error:  # of the disk
             machine.delay(str(error))
@@ -202,7 +214,7 @@ class Watcher:
         error: HoldfastError = incomplete(machine.step)
         try:
             with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
-                if storage.nbytes(records.commit_key(machine.place)) is not None:
+                if _was_committed(storage, machine.place):
                     machine.commit()
                     return
                 Run.open(storage).check_fence(machine.place.epoch)
@@ -215,7 +227,8 @@ class Watcher:
 
     def _look_further(self, waiting: Sequence[_Pending]) -> bool:
         """Make sure that a keeper is at work. For saves without a slot on this rank, look in storage whether they are
-        committed. Returns False if either failed; the saves then hear of the delay."""
+        committed; now and then for those that only the disk has, too. Returns False if either failed; the saves then
+        hear of the delay."""
         memory = self.memory.current
         try:
             # If memory was removed, only the keeper that has it mapped can make it durable; a new one could not.
@@ -227,6 +240,8 @@ class Watcher:
                     assert machine.place is not None
                     if storage.nbytes(records.commit_key(machine.place)) is not None:
                         machine.commit()
+                if time.monotonic() > self._look_back_at:
+                    self._look_back(storage, [each for each in waiting if each.slot is None or each.is_on_disk_alone])
         except Exception as error:  # noqa: BLE001
             # Whatever the error is, the thread must go on, or saves would never hear of their ends.
             if not isinstance(error, HoldfastError):
@@ -235,3 +250,15 @@ class Watcher:
                 pending.machine.delay(str(error))
             return False
         return True
+
+    def _look_back(self, storage: TimedStore, waiting: Sequence[_Pending]) -> None:
+        for machine in [pending.machine for pending in waiting if not pending.machine.is_over]:
+            assert machine.place is not None
+            if _was_committed(storage, machine.place):
+                machine.commit()
+        self._look_back_at = time.monotonic() + _LOOK_BACK_S
+
+
+def _was_committed(storage: TimedStore, place: Place) -> bool:
+    """Whether the run has the commit at `place`, or had it: it may have been removed since. Two requests at most."""
+    return any(storage.nbytes(key) is not None for key in (records.commit_key(place), removed_key(place)))

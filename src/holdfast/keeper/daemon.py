@@ -26,7 +26,6 @@ from holdfast.errors import CorruptError, FencedError, IncompatibleError, Storag
 from holdfast.keeper.disk_tier import DiskTier
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.writing import KeptFiles, StagedFiles, Writing
-from holdfast.node_disk.disk_folder import NODE_DISK
 from holdfast.node_memory.claims import has_trainer, is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
 from holdfast.node_memory.inventory import remove_ended, write_run
@@ -428,7 +427,7 @@ class Keeper:
 
     def _owed(self) -> dict[str, list[KeptFiles]]:
         """The files to write to the run now, by checkpoint. Those on a disk come in the order of their checkpoints:
-        one is behind the next older one, unless that waits for other nodes."""
+        one is behind the next older one, unless that waits for other nodes, or fails for a cause of its own."""
         owed: dict[str, list[KeptFiles]] = {}
         for slot in self._slots.values():
             contents = slot.record.contents
@@ -437,7 +436,7 @@ class Keeper:
                 owed.setdefault(contents.checkpoint_id, []).append(StagedFiles(slot, self._seals.get(slot.name)))
         for checkpoint_id in self._disks.owed:
             owed.setdefault(checkpoint_id, []).extend(self._disks.files(checkpoint_id))
-            if checkpoint_id not in self._waiting:
+            if checkpoint_id not in self._waiting and self._disks.holds_up(checkpoint_id):
                 break
         return {each: files for each, files in owed.items() if self._is_due(each, files)}
 
@@ -495,8 +494,7 @@ class Keeper:
         except FencedError as error:
             return SlotState.FENCED, str(error)
         except Exception as error:  # noqa: BLE001 - errors of sealing too: the keeper must survive for the other slots
-            if isinstance(error, CorruptError) and error.tier == NODE_DISK:
-                self._disks.lose(writing.sealing.generation.checkpoint_id, self._slots.values())
+            self._disks.note_failure(writing.sealing.generation.checkpoint_id, error, self._slots.values())
             return SlotState.SEALED, str(error) or repr(error)
 
     def _tell(self, about: str, trouble: str) -> None:

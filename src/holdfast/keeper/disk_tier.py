@@ -20,10 +20,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import CorruptError, HoldfastError, NotFoundError, StorageError
 from holdfast.keeper.persist import Sealing, persist
 from holdfast.keeper.writing import DiskFile
 from holdfast.node_disk.disk_folder import DiskPart, found_parts, part_of, sweep
+from holdfast.node_disk.disk_store import NODE_DISK
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.noted_disks import NotedDisk, noted_disks
@@ -64,6 +65,8 @@ class DiskTier:
         #: The ids of the parts that the run has too, and of those that it will never get.
         self._drained: set[str] = set()
         self._hopeless: set[str] = set()
+        #: The ids of the parts that failed at the last try, for another cause than the run's store.
+        self._stuck: set[str] = set()
         self._num_removed = 0
         self._met: set[NotedDisk] = set()
         self._told: set[str] = set()
@@ -160,10 +163,11 @@ class DiskTier:
         if part is None:
             return
         if state == SlotState.COMMITTED and seal is not None:
+            self._stuck.discard(checkpoint_id)
+            self._drained.add(checkpoint_id)
+            self._prune(part.run_id)  # first, because a full disk takes no seal
             with self._telling():
                 part.note_commit(seal)
-            self._drained.add(checkpoint_id)
-            self._prune()
         elif state == SlotState.FENCED:
             self._hopeless.add(checkpoint_id)
 
@@ -172,11 +176,22 @@ class DiskTier:
         for checkpoint_id in self._parts.keys() & checkpoint_ids:
             self._remove(checkpoint_id)
 
-    def lose(self, checkpoint_id: str, slots: Iterable[Slot]) -> None:
-        """Do without a part that is damaged on the disk. Where memory has its files still, they go to the run from
-        there."""
-        self._hopeless.add(checkpoint_id)
-        for slot in slots:
+    def holds_up(self, checkpoint_id: str) -> bool:
+        """Whether newer parts go to the run only after this one."""
+        return checkpoint_id not in self._stuck
+
+    def note_failure(self, checkpoint_id: str, error: Exception, slots: Iterable[Slot]) -> None:
+        """Record why a try to bring a part to the run failed. A damaged part is not tried again. One that fails for
+        another cause than the run's store does not hold up newer ones. Where memory still has what the disk fails to
+        give, it goes to the run from there."""
+        is_of_disk = isinstance(error, HoldfastError) and error.tier == NODE_DISK
+        if checkpoint_id not in self._parts:
+            return
+        if isinstance(error, CorruptError) and is_of_disk:
+            self._hopeless.add(checkpoint_id)
+        elif is_of_disk or not isinstance(error, StorageError | NotFoundError):
+            self._stuck.add(checkpoint_id)
+        for slot in slots if is_of_disk else ():
             contents = slot.record.contents
             if contents is not None and contents.checkpoint_id == checkpoint_id:
                 self._refused[slot.name] = checkpoint_id
@@ -190,12 +205,14 @@ class DiskTier:
         """Wait for running writes."""
         self._storers.shutdown()
 
-    def _prune(self) -> None:
-        """Remove the parts that the run has too, but for the newest, and older ones that it will never get."""
-        drained = self._by_place(self._drained)
+    def _prune(self, run_id: str) -> None:
+        """Remove the parts that the run `run_id` has too, but for the newest, and older ones that it will never get;
+        and those of the run that was in its place before."""
+        drained = self._by_place(each for each in self._drained if self._parts[each].run_id == run_id)
         newest = self._parts[drained[-1]].place
         hopeless = [each for each in self._hopeless if self._parts[each].place < newest]
-        for checkpoint_id in (*drained[:-NUM_KEPT], *hopeless):
+        others = [each for each in self._drained | self._hopeless if self._parts[each].run_id != run_id]
+        for checkpoint_id in {*drained[:-NUM_KEPT], *hopeless, *others}:
             self._remove(checkpoint_id)
 
     def _has_room(self, storing: _Storing) -> bool:
@@ -213,9 +230,10 @@ class DiskTier:
         self._tell(f"step {storing.contents.step} goes to the run at once, and not to the disk of this node: {error}")
         if checkpoint_id not in {*self._parts, *(other.part.checkpoint_id for other in self._storing.values())}:
             with self._telling():
-                storing.part.remove()  # it has no data file
+                if not storing.part.file_numbers():  # else another keeper, which shares the disk, has written some
+                    storing.part.remove()
 
-    def _by_place(self, checkpoint_ids: Collection[str]) -> list[str]:
+    def _by_place(self, checkpoint_ids: Iterable[str]) -> list[str]:
         """The ids, the oldest checkpoint first."""
         return sorted(checkpoint_ids, key=lambda each: self._parts[each].place)
 
@@ -224,6 +242,7 @@ class DiskTier:
         self._num_removed += 1
         self._drained.discard(checkpoint_id)
         self._hopeless.discard(checkpoint_id)
+        self._stuck.discard(checkpoint_id)
         with self._telling():
             part.remove()
 

@@ -20,7 +20,8 @@ from holdfast.io.buffers import pipeline_pool
 from holdfast.io.digest import digest_blocks, table_nbytes
 from holdfast.io.sources import OpenFileSource
 from holdfast.io.writer import write_file, write_memory
-from holdfast.node_disk.disk_folder import NODE_DISK, DiskPart
+from holdfast.node_disk.disk_folder import DiskPart
+from holdfast.node_disk.disk_store import NODE_DISK
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState
 from holdfast.run.complete import StoredManifest, check_file, finish, missing_files, sealed_file

@@ -16,6 +16,7 @@ from holdfast.format.records import SEAL_NAME, FileSeal
 from holdfast.keeper.persist import Sealing, commit, copy_from_disk, persist, publish_manifest, seal_on_disk
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.slots import Slot
+from holdfast.run.complete import check_can_commit
 from holdfast.run.history import Run
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store
@@ -122,7 +123,7 @@ class Writing:
         #: could have made a file that was there already, so its own header must not say what is signed.
         self._signed: dict[str, tuple[FileSeal, ...]] = {}
         self._committed: Future[bool] | None = None
-        #: The seal of the committed checkpoint, if any of the joined files lies on the disk of the node.
+        #: The seal of the committed checkpoint, if it may have a part on a disk of the node.
         self.seal: bytes | None = None
         self._run: Future[Run] = pool.submit(self._open)
 
@@ -208,6 +209,7 @@ class Writing:
             generation = self.sealing.generation
             if generation.incarnation:
                 run.check_incarnation(generation.place.epoch, generation.incarnation)
+            check_can_commit(run, self.sealing.stored)  # it may have lain on a disk for days
         publish_manifest(self._storage, self.sealing)
         return Run(self._storage, run.marker)
 
@@ -219,7 +221,7 @@ class Writing:
         run = self._run.result()
         if commit(run, self.sealing, [*written, *signed]) is None:
             return False
-        if any(isinstance(file, DiskFile) for file in self._joined.values()):
+        if self.sealing.generation.disk:
             self.seal = run.storage.read(self.sealing.stored.key(SEAL_NAME))
         return True
 

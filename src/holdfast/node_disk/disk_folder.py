@@ -10,7 +10,9 @@ commit. So what there is says by itself what is left to do, after the death of a
 
 1. A part without a seal is owed to the run.
 2. A part with a seal may be removed: its data files first, then its manifest and seal, and its generation last. Whoever
-   finds a generation without a manifest finds the remains of a removal, and removes them too.
+   finds a generation without a manifest and data files finds the remains of a removal, and removes them too.
+3. What the disk has damaged is no reason to remove the rest. A seal that is not the checkpoint's counts as none, and a
+   manifest that is lost beside data files is written again.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import logging
 import os
 import re
 import stat
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,15 +34,12 @@ from holdfast.format import manifest as fmt
 from holdfast.format import records
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place, Seal
+from holdfast.node_disk.disk_store import NODE_DISK, DiskStore
 from holdfast.node_memory.generations import Generation, decode_generation, encode_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.noted_disks import NotedDisk, is_noted, note_disk, noted_disks
 from holdfast.run.complete import StoredManifest, check_file
 from holdfast.store.base import Location
-from holdfast.store.posix import PosixStore
-
-#: The tier of these copies, in errors.
-NODE_DISK: Final = "node disk"
 
 _GENERATIONS: Final = "generations"
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 class DiskPart:
     """This node's part of a checkpoint of the run `run_id`, on its disk. `store` is the folder of the run there."""
 
-    store: PosixStore
+    store: DiskStore
     run_id: str
     generation: Generation
 
@@ -87,25 +87,26 @@ class DiskPart:
     @property
     def is_drained(self) -> bool:
         """Whether the run has the commit of the checkpoint, as far as this disk can tell."""
-        return self.store.nbytes(self.key(records.SEAL_NAME)) is not None
+        return self._seal() is not None
 
-    @property
-    def is_there(self) -> bool:
-        """Whether the part is still on the disk."""
-        return self.store.nbytes(self._generation_key) is not None
+    def has(self, numbers: Collection[int]) -> bool:
+        """Whether all data files with these numbers are still on the disk, in whatever condition."""
+        return all(self.store.nbytes(self.key(self._names[number])) is not None for number in numbers)
 
     def stored_nbytes(self, numbers: Collection[int]) -> tuple[int, int]:
         """Of the data files with these numbers, the bytes that went to the run, and those that did not, because an
         earlier checkpoint has them there. Only where `is_drained`."""
-        key = self.key(records.SEAL_NAME)
-        seal = records.decode(self.store.read(key), Seal, path=self.store.path(key))
-        files = [seal.files[number] for number in numbers]
+        seal = self._seal()
+        files = [seal.files[number] for number in numbers] if seal is not None else []
         referenced_nbytes = sum(file.nbytes for file in files if file.is_referenced)
         return sum(file.nbytes for file in files) - referenced_nbytes, referenced_nbytes
 
     def note_commit(self, seal: bytes) -> None:
         """Record that the run has the commit of the checkpoint, whose `seal` this is."""
-        self.store.create(self.key(records.SEAL_NAME), seal)
+        key = self.key(records.SEAL_NAME)
+        if not self.store.create(key, seal) and not self.is_drained:
+            self.store.delete(key)
+            self.store.create(key, seal)
 
     def file_numbers(self) -> list[int]:
         """The numbers of the data files that are there."""
@@ -135,6 +136,16 @@ class DiskPart:
         for name in self.store.leftovers(self._folder, older_than_s=_LEFT_S):
             self.store.delete(f"{self._folder}/{name}")
 
+    def _seal(self) -> Seal | None:
+        """The seal of the checkpoint; None where there is none, or another file has its name."""
+        key = self.key(records.SEAL_NAME)
+        try:
+            seal = records.decode(self.store.read(key), Seal, path=self.store.path(key))
+        except (NotFoundError, CorruptError):
+            return None
+        is_it = (seal.checkpoint_id, seal.place) == (self.checkpoint_id, self.place)
+        return seal if is_it and len(seal.files) == len(self._names) else None
+
     @cached_property
     def _stored(self) -> StoredManifest:
         generation = self.generation
@@ -156,17 +167,13 @@ class DiskPart:
 
 def part_of(root: Path, run_id: str, generation: Generation) -> DiskPart:
     """This node's part of the checkpoint of `generation` below `root`, whether it is there yet or not."""
-    return DiskPart(PosixStore(str(root / run_id)), run_id, generation)
+    return DiskPart(DiskStore(str(root / run_id)), run_id, generation)
 
 
 def found_parts(disk: NotedDisk) -> Iterator[DiskPart]:
     """The parts of checkpoints of one run on a disk of this node, in any order. Folders of other users and of other
     runs are passed over, and damaged records too."""
-    for run_id in _names(disk.path):
-        folder = disk.path / run_id
-        if not _RUN_ID.fullmatch(run_id) or not _is_own(folder):
-            continue
-        store = PosixStore(str(folder))
+    for run_id, store in _stores(disk):
         for name in store.list(_GENERATIONS):
             key = f"{_GENERATIONS}/{name}"
             with suppress(NotFoundError):
@@ -179,14 +186,41 @@ def found_parts(disk: NotedDisk) -> Iterator[DiskPart]:
                     yield DiskPart(store, run_id, generation)
 
 
+def _stores(disk: NotedDisk) -> Iterator[tuple[str, DiskStore]]:
+    """The ids of the runs of this user on a disk, with their folders there."""
+    for run_id in _names(disk.path):
+        folder = disk.path / run_id
+        if _RUN_ID.fullmatch(run_id) and _is_own(folder):
+            yield run_id, DiskStore(str(folder))
+
+
 def sweep(disk: NotedDisk) -> None:
     """Remove what dead keepers left: parts whose removal was interrupted, and files in the making. Only for the keeper
     of the run on this node."""
     for part in list(found_parts(disk)):
-        if part.store.nbytes(part.key(fmt.NAME)) is None:
-            part.remove()
-        else:
+        if part.store.nbytes(part.key(fmt.NAME)) is not None:
             part.remove_leftovers()
+        elif part.file_numbers():
+            part.begin()
+        else:
+            part.remove()
+    for _, store in _stores(disk):
+        _sweep_nameless(store)
+
+
+def _sweep_nameless(store: DiskStore) -> None:
+    """Remove what is left of parts that have no generation, because their keeper died before it was there."""
+    for name in store.leftovers(_GENERATIONS, older_than_s=_LEFT_S):
+        store.delete(f"{_GENERATIONS}/{name}")
+    known = set(store.list(_GENERATIONS))
+    for name in store.list(records.CHECKPOINTS):
+        folder, about = f"{records.CHECKPOINTS}/{name}", records.parse_folder(name)
+        if about is None or about[1] in known or time.time() - Path(store.path(folder)).stat().st_mtime < _LEFT_S:
+            continue
+        for left in store.leftovers(folder, older_than_s=_LEFT_S):
+            store.delete(f"{folder}/{left}")
+        if store.list(folder) == [fmt.NAME]:
+            store.delete(f"{folder}/{fmt.NAME}")
 
 
 def check_root(root: Path, run: Location) -> None:

@@ -243,6 +243,14 @@ def _is_there(storage: Store, stored: StoredManifest, name: str) -> bool:
     return any(storage.nbytes(stored.key(each)) is not None for each in names)
 
 
+def check_can_commit(run: Run, stored: StoredManifest) -> None:
+    """Raise `FencedError` where a checkpoint can never be committed: a newer epoch was opened, or the checkpoint was
+    removed. Two requests."""
+    run.check_fence(stored.manifest.place.epoch)
+    if run.is_removed(stored.manifest.place):
+        raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
+
+
 def can_commit(run: Run, place: Place, folder: str) -> bool:
     """Whether an uncommitted checkpoint may still be committed: nobody has removed it, or given it up as unfinished.
     Two requests."""
