@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast import Checkpointer, ConfigurationError, Memory, StateError, Still, StorageError, remove
+from holdfast.checkpointer import restoring
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
@@ -446,4 +447,48 @@ def test_three_saves_while_the_store_is_down_survive_both_nodes_and_are_drained_
         == [(4, "node disk", True)] * 3
     )
     for number in (0, 1, 7, 8):
+        end_keepers(tmp_path / f"memory{number}")
+
+
+def save_on(root: Path, run: str, steps: list[int]) -> None:
+    """Save steps on two nodes, each of which has a disk."""
+    start_new_job()
+    memory, disk = node_of(root, dist.get_rank())
+    state = sharded(-1)
+    with Checkpointer(run, state, memory=memory, local=disk, timeout_s=60.0) as own:
+        own.restore()
+        table_of(state).fill_(0.5)
+        for step in steps:
+            weight_of(state).copy_(weight_of(sharded(step)))
+            state["step"] = step
+            own.save(step).durable.wait(60)
+
+
+def restore_before_keepers_write(
+    root: Path, run: str, nodes: list[int], then_saves: int
+) -> tuple[int | None, str | None, bool]:
+    """As `restore_on`, by a job that looks at what there is before any keeper brings more to the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(restoring, "ensure_keeper", lambda *_: None)
+        return restore_on(root, {}, run, nodes, then_saves)
+
+
+@pytest.mark.timeout(200)
+def test_a_checkpoint_was_passed_over_when_the_run_had_one_file_and_a_disk_the_other(tmp_path: Path) -> None:
+    """The first node had brought its file to the run, and lost its disk before the second one came to its own."""
+    run = str(tmp_path / "run")
+    run_ranks(2, save_on, tmp_path, run, [0, 1])
+    for number in (0, 1):
+        goes_down(tmp_path / f"memory{number}")
+    shutil.rmtree(tmp_path / "disk0")
+    (commit,) = [path for path in Path(run).glob("history/*.json") if '"step":1' in path.read_text()]
+    commit.unlink()
+    (theirs,) = data_files(tmp_path / "disk1", 1)
+    (folder,) = Path(run).glob("checkpoints/step-0000000001-*")
+    (folder / theirs.name).unlink()
+    for seal in (folder / "seal.json", theirs.parent / "seal.json"):
+        seal.unlink()
+    assert run_ranks(2, restore_before_keepers_write, tmp_path, run, [0, 1], 2) == [(1, "node disk", True)] * 2
+    assert sorted(committed(run)) == [0, 1, 2]
+    for number in (0, 1):
         end_keepers(tmp_path / f"memory{number}")

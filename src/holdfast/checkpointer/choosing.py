@@ -19,13 +19,14 @@ from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
+from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
-from holdfast.run.complete import StoredManifest, can_commit, encode_seal
+from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
 
@@ -325,15 +326,15 @@ class Survey:
         return sorted({*parts, *(each for each in old if places[each].epoch < epoch)})
 
     def _whole(self, run: Run, checkpoint_id: str) -> _WholeCheckpoint | None:
-        """A checkpoint that the nodes together hold whole, but for files that the run has because it is committed; None
-        if it is not whole, or no node has its manifest."""
+        """A checkpoint that the nodes together hold whole, but for files that the run has. None if it is not whole, or
+        no node has its manifest."""
         generation = self._generations.get(checkpoint_id)
         if generation is not None:
             with suppress(CorruptError):
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                seals = self._seals(run, generation, files)
+                seals = self._seals(run, generation.place, stored, files)
                 if seals is not None and manifest.body.run_id == run.run_id:
                     return _WholeCheckpoint(stored, seals, files)
         return None
@@ -352,20 +353,25 @@ class Survey:
         return files
 
     def _seals(
-        self, run: Run, generation: Generation, files: Sequence[Mapping[str, _Copy]]
+        self, run: Run, place: Place, stored: StoredManifest, files: Sequence[Mapping[str, _Copy]]
     ) -> Sequence[FileSeal] | None:
-        """The seals of a checkpoint's files. Where no node has one of them, those in storage, if the checkpoint is
-        committed and disks have parts of it; else None."""
+        """The seals of the files of the checkpoint at `place`. Where disks have parts of it, the run may have the files
+        that no node has: all of them, if it is committed, and some that were brought there before a disk was lost. None
+        where a file is nowhere."""
         if all(files):
             return [_nearest(holders)[1].seal for holders in files]
-        if not any(copy.on_disk for holders in files for copy in holders.values()):
+        if run.is_removed(place) or not any(copy.on_disk for holders in files for copy in holders.values()):
             return None
-        try:
-            commit = run.commit(generation.place)
-        except NotFoundError:
-            return None
-        is_it = commit.checkpoint_id == generation.checkpoint_id and not run.is_removed(generation.place)
-        return run.locate(commit).seal.files if is_it else None
+        with suppress(NotFoundError):
+            commit = run.commit(place)
+            return run.locate(commit).seal.files if commit.checkpoint == stored.folder else None
+        layouts = Files(stored.manifest)
+        with suppress(NotFoundError):
+            return [
+                _nearest(holders)[1].seal if holders else check_file(run.storage, stored, layouts.layout(number))
+                for number, holders in enumerate(files)
+            ]
+        return None
 
     def _all_know(self, files: Sequence[Mapping[str, object]]) -> bool:
         """Whether each node holds at least one of a checkpoint's `files`, and so has its manifest."""
