@@ -98,6 +98,13 @@ def test_a_folder_that_lacks_experts_or_has_exchanged_them_is_refused(saved: Pat
     (tmp_path / "file").rename(second)
     with pytest.raises(holdfast.CorruptError, match="was saved as bf16_zero_pp_rank_1_mp_rank_00_optim_states"):
         holdfast.open(folder)
+    contents = [torch.load(file, weights_only=False) for file in (first, second)]
+    for file, content in zip((first, second), contents, strict=True):  # as a program that renames in the archive, too
+        torch.save(content, file)
+    with pytest.raises(holdfast.CorruptError, match=r"holds other weights for .* than the file of that expert"):
+        holdfast.open(folder)
+    for file, content in zip((second, first), contents, strict=True):
+        torch.save(content, file)
     (folder / "layer_1_expert_6_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(holdfast.CorruptError, match="lacks 1 file of 12 experts") as caught:
         holdfast.open(folder)
