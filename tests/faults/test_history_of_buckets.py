@@ -10,7 +10,9 @@ HOLDFAST_CAMPAIGN_SCHEDULES says how many histories there are.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -23,7 +25,7 @@ from holdfast.store.urls import location_of
 from tests.run.test_history_machine import HistoryMachine, explore, impatient
 from tests.support.servers.fault_proxy import FaultProxy
 from tests.support.servers.faults import Fault, on
-from tests.support.servers.s3 import Bucket
+from tests.support.servers.s3 import Bucket, FastServer
 
 __all__ = ["impatient"]
 
@@ -80,10 +82,25 @@ def explore_bucket(bucket: Bucket, proxy: FaultProxy, *, num_examples: int, num_
     return explore(BucketHistoryMachine, num_examples=num_examples, num_steps=num_steps)
 
 
-@pytest.fixture(autouse=True)
-def _environment(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[FastServer]:
+    server = FastServer(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def bucket(server: FastServer, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    bucket = server.new_bucket()
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
+    return bucket
+
+
+@pytest.fixture
+def proxy(server: FastServer) -> Iterator[FaultProxy]:
+    with FaultProxy(server.endpoint) as proxy:
+        yield proxy
 
 
 @pytest.mark.timeout(300)

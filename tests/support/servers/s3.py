@@ -87,6 +87,16 @@ class MotoServer(S3Server):
         super().__init__(process, int(port[1]))
 
 
+class FastServer(S3Server):
+    """The server of `bench.s3_server`, for tests of many thousands of requests: moto takes ten times as long."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start the server, with its log in `folder`, and return when it answers."""
+        process = ServerProcess([sys.executable, "-m", "bench.s3_server"], log=folder / "fast.log")
+        process.until(lambda: process.log.endswith("\n"))
+        super().__init__(process, int(process.log))
+
+
 class MiniStackServer(S3Server):
     """MiniStack's S3, of the layer ``stores``."""
 
