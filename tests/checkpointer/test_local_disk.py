@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast import Checkpointer, ConfigurationError, Memory, StateError, Still, StorageError, remove
-from holdfast.checkpointer import restoring
+from holdfast.checkpointer import restoring, watcher
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
@@ -202,7 +202,10 @@ def ends(job: OneRank, slot: Slot | None, part: DiskPart) -> bool:
     return machine.is_over
 
 
-def test_a_save_ends_although_the_disk_takes_no_note_of_its_commit(run: str, node_dir: Path, tmp_path: Path) -> None:
+def test_a_save_ends_although_the_disk_takes_no_note_of_its_commit(
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watcher, "_LOOK_BACK_S", 0.1)
     disk = tmp_path / "disk"
     job = OneRank(run, node_dir, disk).save(0, 1)
     with job.own, folder_of(run, node_dir) as folder, ExitStack() as stack:
@@ -216,8 +219,9 @@ def test_a_save_ends_although_the_disk_takes_no_note_of_its_commit(run: str, nod
 
 
 def test_a_save_ends_although_its_commit_was_removed_before_this_rank_looked(
-    run: str, node_dir: Path, tmp_path: Path
+    run: str, node_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(watcher, "_LOOK_BACK_S", 0.1)
     disk = tmp_path / "disk"
     job = OneRank(run, node_dir, disk).save(0, 1)
     with job.own:
@@ -239,13 +243,13 @@ def test_a_save_whose_file_left_memory_unwritten_ends_although_the_disk_has_file
         machine = SaveMachine(handle.step, handle.hear)
         machine.put(part.place)
         machine.stage(0)
-        watcher = Watcher(run.storage.location, node_dir, rank=1)
-        watcher.add(machine, part.checkpoint_id, saved.slots[1], part=part)
+        watching = Watcher(run.storage.location, node_dir, rank=1)
+        watching.add(machine, part.checkpoint_id, saved.slots[1], part=part)
         saved.slots[1].advance(SlotRecord(SlotState.FREE))  # as the keeper does where it cannot hash it
-        watcher.begin()
+        watching.begin()
         with pytest.raises(StateError, match="its node has lost it"):
             handle.durable.wait(10)
-        watcher.close()
+        watching.close()
 
 
 def test_a_rollback_leaves_what_the_disk_has_of_the_abandoned_future(run: str, node_dir: Path, tmp_path: Path) -> None:
@@ -473,6 +477,7 @@ def restore_before_keepers_write(
         return restore_on(root, {}, run, nodes, then_saves)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_checkpoint_was_passed_over_when_the_run_had_one_file_and_a_disk_the_other(tmp_path: Path) -> None:
     """The first node had brought its file to the run, and lost its disk before the second one came to its own."""
