@@ -40,6 +40,38 @@ def test_threads_whose_first_calls_come_at_once_do_not_crash_the_interpreter(tmp
     assert (done.returncode, done.stderr) == (0, "")
 
 
+#: Forked processes. In each, threads use torch for the first time at one moment, after a call has begun.
+FORKS = """
+import os, threading, torch
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import default_channel
+torch.set_num_threads(2)
+torch.empty(1 << 16, dtype=torch.float64).copy_(torch.ones(1 << 16))
+num_failed = 0
+for _ in range(20):
+    if (pid := os.fork()) == 0:
+        default_channel("load", deadline=Deadline(5.0))
+        barrier, errors = threading.Barrier(6), []
+        def work():
+            barrier.wait()
+            try:
+                torch.empty(1 << 16, dtype=torch.float64).copy_(torch.ones(1 << 16))
+            except RuntimeError as error:
+                errors.append(error)
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        os._exit(len(errors))
+    num_failed += os.waitpid(pid, 0)[1] != 0
+assert not num_failed, num_failed
+"""
+
+
+def test_threads_of_a_forked_process_found_no_pool_of_threads_of_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_types_are_decoded_in_one_place_where_a_lock_is_held_for_the_first_time() -> None:
     root = Path(holdfast.__file__).parent
     calls = {

@@ -21,6 +21,7 @@ from holdfast.control.meeting import KeyValueStore
 from holdfast.control.processes import Process
 from holdfast.control.requests import Requests, lost
 from holdfast.errors import ConfigurationError
+from holdfast.forked_torch import renew_pool
 from holdfast.wording import kind_of
 
 _PREFIX: Final = "holdfast"
@@ -299,6 +300,7 @@ def default_channel(
         ConfigurationError: ``config.no_process_group``: a rank of several has no process group.
         StorageError: ``storage.control``: the store of the process group does not answer before `deadline`.
     """
+    renew_pool()  # here, because every call that starts threads begins with a channel
     member = member_of(group)
     if member is None:
         return Channel(None, rank=0, world_size=1, label=label, step=step)
