@@ -352,9 +352,8 @@ class StreamedObjectWriter:
         """The token of the writer that published the object; None where there is no object."""
         try:
             options: obstore.GetOptions = {"head": True}
-            found = self._client.asked(
-                lambda: obstore.get(self._client.records, self._key, options=options), self._left_s
-            )
+            get = self._pace.paced(lambda: obstore.get(self._client.records, self._key, options=options), self._left_s)
+            found = self._client.asked(get, self._left_s)
         except FileNotFoundError:
             return None
         return str(found.attributes.get(_ATTRIBUTE, ""))

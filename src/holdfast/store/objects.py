@@ -193,11 +193,7 @@ class ObjectStore:
         return found
 
     def _asked(self, request: Callable[[], T]) -> T:
-        def paced() -> T:
-            self._pace.wait(self._left_s)
-            return request()
-
-        return self._client.asked(paced, self._left_s)
+        return self._client.asked(self._pace.paced(request, self._left_s), self._left_s)
 
     def _got(self, key: str, options: obstore.GetOptions, limit: int | None) -> tuple[int, bytes]:
         """The size of an object, and the bytes that `options` ask for; none where it has more than `limit`."""
@@ -254,9 +250,8 @@ class ObjectReader:
         self, client: ObjectClient, key: str, path: str, left_s: Callable[[], float], pace: RequestPace
     ) -> None:
         self._client, self._key, self._path, self._left_s, self._pace = client, key, path, left_s, pace
-        pace.wait(left_s)
         with reported("open", path):
-            found = client.asked(lambda: obstore.head(client.records, key), left_s)
+            found = client.asked(pace.paced(lambda: obstore.head(client.records, key), left_s), left_s)
         self.nbytes = found["size"]
         self._etag = found["e_tag"]
         self._expected = _Expected()

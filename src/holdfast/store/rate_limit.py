@@ -10,9 +10,11 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from holdfast.errors import StorageError
+
+T = TypeVar("T")
 
 
 class RateLimits(NamedTuple):
@@ -60,6 +62,15 @@ class RequestPace:
             )
         if delay_s:
             time.sleep(delay_s)
+
+    def paced(self, request: Callable[[], T], left_s: Callable[[], float]) -> Callable[[], T]:
+        """`request`, which waits as `wait` does each time that it is made."""
+
+        def make() -> T:
+            self.wait(left_s)
+            return request()
+
+        return make
 
 
 _paces: Final[dict[tuple[str, RateLimits], RequestPace]] = {}
