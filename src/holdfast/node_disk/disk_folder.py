@@ -36,7 +36,7 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place, Seal
 from holdfast.node_disk.disk_store import NODE_DISK, DiskStore
 from holdfast.node_memory.generations import Generation, decode_generation, encode_generation
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, why_not_private
 from holdfast.node_memory.noted_disks import NotedDisk, is_noted, note_disk, noted_disks
 from holdfast.run.complete import StoredManifest, check_file
 from holdfast.store.base import Location
@@ -287,10 +287,8 @@ def _check_own(folder: Path) -> None:
         raise _unusable(folder, error.strerror or str(error)) from error
     if not stat.S_ISDIR(status.st_mode):
         raise _unusable(folder, "it is not a folder")
-    if status.st_uid != os.geteuid():
-        raise _unusable(folder, f"it belongs to user {status.st_uid}, but this process runs as user {os.geteuid()}")
-    if status.st_mode & 0o077:
-        raise _unusable(folder, f"other users may access it (mode {stat.S_IMODE(status.st_mode):04o})")
+    if (why := why_not_private(status)) is not None:
+        raise _unusable(folder, why)
 
 
 def _is_own(folder: Path) -> bool:

@@ -328,10 +328,17 @@ def _cannot_open(path: Path, error: OSError) -> ConfigurationError | StorageErro
 def _require_private(found: os.stat_result, path: Path, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(found.st_mode):
         raise _not_private(path, "it is not of the expected kind (folder or file)")
+    if (why := why_not_private(found)) is not None:
+        raise _not_private(path, why)
+
+
+def why_not_private(found: os.stat_result) -> str | None:
+    """Why others than the user of this process can access a file or folder; None where nobody else can."""
     if found.st_uid != os.geteuid():
-        raise _not_private(path, f"it belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}")
+        return f"it belongs to user {found.st_uid}, but this process runs as user {os.geteuid()}"
     if found.st_mode & 0o077:
-        raise _not_private(path, f"other users may access it (mode {stat.S_IMODE(found.st_mode):04o})")
+        return f"other users may access it (mode {stat.S_IMODE(found.st_mode):04o})"
+    return None
 
 
 def not_a_folder(node_dir: Path, error: OSError) -> ConfigurationError:
