@@ -390,8 +390,8 @@ def _looked_at(
 
 
 class _NodeMemory(NamedTuple):
-    """What this rank finds on its node: the folder of the run in memory with its slots, and by id, the parts of
-    checkpoints on disks."""
+    """The memory and the disks of a rank's node: the folder of the run in memory, its slots, and the parts of
+    checkpoints on disks, by id."""
 
     folder: NodeFolder
     slots: list[Slot]

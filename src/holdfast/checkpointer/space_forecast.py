@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class SpaceForecast:
-    """Warns once when the disk of the run has room for few more saves.
+    """Logs one warning when the disk of the run will soon be full.
 
     It looks at the start of a loop, and after each commit. Object stores have no size, so nothing is told about them.
     """

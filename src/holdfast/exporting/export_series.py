@@ -1,4 +1,4 @@
-"""A folder of exports. It has one folder for each step, such as ``step-0000000700``.
+"""A folder of exports: each step has a folder in it, such as ``step-0000000700``.
 
 The exporter writes a draft, a hidden folder whose name tells the checkpoint, and renames it when it is whole and
 durable. The records of `folder_writer` leave a draft last, so a draft without them is whole. A removal renames the

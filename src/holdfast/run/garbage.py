@@ -90,7 +90,7 @@ def plan_collection(run: Run, *, grace_s: float = GRACE_S) -> CollectionPlan:
 
 
 def collect(run: Run, plan: CollectionPlan, *, told: Callable[[Garbage], None] = lambda _: None) -> CollectionOutcome:
-    """Delete the garbage of `plan`, durably. Then delete what has become garbage by that.
+    """Delete the garbage of `plan`, durably, and the garbage that these deletions make.
 
     `told` gets each deleted thing. What somebody needs by now stays: each thing is looked at again.
     """

@@ -221,9 +221,9 @@ def some_quoted(names: list[str]) -> str:
 
 
 def _near_runs(storage: Store) -> str | None:
-    """The question whether the user meant another run, or a single checkpoint; None where none is near. One part of the
-    path has a slip: its last one or, where the folder above does not exist, an earlier one. Of a URL only the last one
-    is looked at, because a list of a store can take long."""
+    """Ask the user about a run or checkpoint whose path is like this one. Returns the question; None where there is no
+    such path. One part of the path has a slip: its last one or, where the folder above does not exist, an earlier one.
+    Of a URL only the last one is looked at, because a list of a store can take long."""
     folder = storage.location.folder
     if folder is None:
         return _near_keys(storage.location)
@@ -243,7 +243,7 @@ def _near_runs(storage: Store) -> str | None:
 
 
 def _near_keys(location: Location) -> str | None:
-    """The question whether the user meant a run beside the URL `location`; None where none is near."""
+    """As `_near_runs`, of the runs beside the URL `location`."""
     if location.parent is None:
         return None
     try:
