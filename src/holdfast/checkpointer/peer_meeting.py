@@ -126,9 +126,7 @@ class PeerMeeting:
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
             return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets)
 
-        placed: _PlacedNodes = channel.exchange(
-            "nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes
-        )
+        placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
         found = channel.exchange("keepers", attempt(listen), table, deadline, takes=_Reached, gives=PeerTable)
         own = placed.identities.index(folder.identity())
         with unusable_memory(folder.path):
