@@ -76,6 +76,8 @@ _RANGE_S: Final = 600.0
 #: Interval at which a keeper says again that its copies are kept, until the generation is marked.
 _SAY_AGAIN_S: Final = 1.0
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
+#: More than the resolution of the times of files.
+_TICK_NS: Final = 100_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +175,9 @@ class Protection:
             self._session = None
         elif self._session is None or self._session.table != table:
             self._session = _PeerSession(secret, table)
-        self._met_ns = changed_ns
+        # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
+        is_past = abs(time.time_ns() - changed_ns) > _TICK_NS
+        self._met_ns = changed_ns if is_past else -1
 
     def look(self, slots: Iterable[Slot]) -> bool:
         """Record which copies are kept, mark what is protected, and start to send what is due. Returns whether anything

@@ -58,6 +58,12 @@ class PeerTable(msgspec.Struct, frozen=True, array_like=True):
     nodes: tuple[PeerNode, ...]
     targets: tuple[tuple[int, ...], ...]
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether all numbers are those of nodes."""
+        numbers = {self.own, *(target for each in self.targets for target in each)}
+        return len(self.targets) == len(self.nodes) and numbers <= set(range(len(self.nodes)))
+
 
 def digest_of(secret: bytes) -> bytes:
     """A name for a secret, which does not tell it."""
@@ -91,7 +97,8 @@ def note_table(folder: NodeFolder, table: PeerTable) -> None:
 
 def noted_table(folder: NodeFolder) -> PeerTable | None:
     """The table of the last job; None where there is none, or its memory is not protected."""
-    return _noted(folder, _TABLE_NAME, PeerTable)
+    table = _noted(folder, _TABLE_NAME, PeerTable)
+    return table if table is not None and table.is_sound else None
 
 
 def note_peer_trouble(folder: NodeFolder, trouble: str) -> None:
