@@ -206,11 +206,11 @@ class Keeper:
 
     def _rest(self) -> None:
         """Wait until a thread of the keeper has finished, a trainer has changed something, or the next look is due."""
-        busy: list[Future[Any]] = [*self._seals.values(), *self._protection.pending]
+        busy: list[Future[Any]] = [*self._seals.values()]
         if self._writing is not None:
             busy += self._writing.pending
         is_awaited = any(slot.state == SlotState.WRITING for slot in self._slots.values())
-        glance_s = _SHORT_GLANCE_S if is_awaited else _GLANCE_S
+        glance_s = _SHORT_GLANCE_S if is_awaited or self._protection.is_sending else _GLANCE_S
         end = time.monotonic() + _LOOK_S
         if self._writing is None:
             end = min([end, *(retry.at_s for retry in self._retries.values())])
@@ -220,6 +220,8 @@ class Keeper:
             elif not wait(busy, timeout=glance_s).not_done:
                 return
             if self._folder.changed_ns() != self._met_ns or any(slot.has_changed() for slot in self._slots.values()):
+                return
+            if self._protection.has_news:
                 return
             if time.monotonic() >= end:
                 return

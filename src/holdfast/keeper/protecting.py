@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -120,9 +121,10 @@ class _PeerSession:
     table: PeerTable
     kept: dict[tuple[str, str], set[int]] = field(default_factory=dict)
     peers: dict[int, _PeerState] = field(default_factory=dict)
-    #: By checkpoint id, the files that nodes have said are kept, and the number of all its files. Only the first node
-    #: of the table counts.
-    counted: dict[str, tuple[set[int], int]] = field(default_factory=dict)
+    #: By checkpoint id, the files that nodes have said are kept, which `lock` guards. Only the first node of the table
+    #: counts.
+    counted: dict[str, set[int]] = field(default_factory=dict)
+    lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -140,9 +142,16 @@ class _PeerSession:
         held = {(slot.name, slot.record.contents.checkpoint_id) for slot in slots if slot.record.contents is not None}
         self.kept = {key: peers for key, peers in self.kept.items() if key in held}
 
-    def count(self, checkpoint_id: str, files: Iterable[int], num_files: int) -> None:
-        """Note on the first node that all copies of these files are kept."""
-        self.counted.setdefault(checkpoint_id, (set(), num_files))[0].update(files)
+    def count(self, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
+        """Note on the first node that all copies of these files are kept. Returns whether all are, and forgets them
+        then: a node that misses the mark says again that it has all copies. Any thread may call it."""
+        with self.lock:
+            counted = self.counted.setdefault(checkpoint_id, set())
+            counted.update(files)
+            if len(counted) < num_files:
+                return False
+            del self.counted[checkpoint_id]
+            return True
 
 
 class Protection:
@@ -194,7 +203,6 @@ class Protection:
             for target in session.targets:
                 self._start(session, slot, target)
         self._say(session, due)
-        self._mark(session, marked)
         trouble = next((each.trouble for each in session.peers.values() if each.trouble), "")
         self._tell(trouble)
         return bool(self._sending)
@@ -205,9 +213,14 @@ class Protection:
         return {name for name, _ in self._sending}
 
     @property
-    def pending(self) -> list[Future[None]]:
-        """The futures after which there is more to do."""
-        return [each.sent for each in self._sending.values()]
+    def is_sending(self) -> bool:
+        """Whether a slot is being sent."""
+        return bool(self._sending)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the sending of a slot has ended, so that there is more to do."""
+        return any(each.sent.done() for each in self._sending.values())
 
     def close(self) -> None:
         """End all connections, and wait for the threads that send."""
@@ -226,7 +239,7 @@ class Protection:
                 session = self._session
                 if session is None:
                     return RequestRefused("this keeper has no table of peers yet")
-                session.count(request.checkpoint_id, request.files, request.num_files)
+                self._count(session, request.checkpoint_id, request.files, request.num_files)
                 return Noted()
             case MarkProtected():
                 mark_protected(self._folder, request.checkpoint_id)
@@ -308,21 +321,17 @@ class Protection:
                 continue
             num_files = len(sealing.stored.manifest.file_names)
             if session.table.own == 0:
-                session.count(id_, files, num_files)
+                self._count(session, id_, files, num_files)
             elif now - session.said_at.get((id_, len(files)), -math.inf) > _SAY_AGAIN_S:
                 session.said_at = {(id_, len(files)): now}
                 self._tell_peer(session, 0, NoteProtected(id_, tuple(sorted(files)), num_files))
 
-    def _mark(self, session: _PeerSession, marked: Collection[str]) -> None:
-        """On the first node, mark the generations whose files are all kept, here and on all nodes."""
-        for id_, (files, num_files) in list(session.counted.items()):
-            if len(files) < num_files:
-                continue
-            if id_ not in marked:
-                mark_protected(self._folder, id_)
-            del session.counted[id_]  # a node that misses the mark says again that it has all copies
+    def _count(self, session: _PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> None:
+        """On the first node, count files that are kept. Marks the generation, here and on all nodes, when all are."""
+        if session.table.own == 0 and session.count(checkpoint_id, files, num_files):
+            mark_protected(self._folder, checkpoint_id)
             for peer in range(1, len(session.table.nodes)):
-                self._tell_peer(session, peer, MarkProtected(id_))
+                self._tell_peer(session, peer, MarkProtected(checkpoint_id))
 
     def _tell_peer(self, session: _PeerSession, peer: int, request: PeerRequest) -> None:
         if self._transport is not None:
@@ -389,14 +398,27 @@ def _send_ranges(
     way: _Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
 ) -> None:
     """Send the `ranges` of `slot` by several connections, each of which takes the next one when it is done with one."""
-    fd, offset = slot.region
+    (fd, offset), lock = slot.region, Lock()
+
+    def following() -> tuple[int, int] | None:
+        with lock:
+            return next(ranges, None)
 
     def send(stream: PeerConnection) -> None:
-        for start, stop in ranges:
+        while (following_range := following()) is not None:
+            start, stop = following_range
             put = PutRange(token, start, stop - start)
             _require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
 
-    send(connection)
+    def send_by_another() -> None:
+        with way.connect() as stream:
+            send(stream)
+
+    with ThreadPoolExecutor(_NUM_STREAMS - 1, thread_name_prefix="holdfast-stream") as pool:
+        others = [pool.submit(send_by_another) for _ in range(_NUM_STREAMS - 1)]
+        send(connection)
+        for other in others:
+            other.result()
 
 
 def _ranges(contents: Contents) -> Iterator[tuple[int, int]]:
