@@ -24,6 +24,7 @@ from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
 from holdfast.checkpointer.memory_option import NodeDirs
+from holdfast.checkpointer.peer_meeting import ProtectionRules
 from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
 from holdfast.checkpointer.save_errors import is_unusable, never_committed, no_time, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
@@ -68,10 +69,18 @@ class _Key(NamedTuple):
 _tiers: Final[dict[_Key, MemoryTier]] = {}
 
 
-def tier_for(user: object, run: Location, node: NodeDirs, *, rank: int, num_slots: int) -> MemoryTier:
+def tier_for(
+    user: object,
+    run: Location,
+    node: NodeDirs,
+    *,
+    rank: int,
+    num_slots: int,
+    protection: ProtectionRules | None = None,
+) -> MemoryTier:
     """The memory tier of this process for `rank` in `run`; makes it if there is none. `user` shares it until it leaves
     or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants, and uses the
-    disk that the last user named who named one."""
+    disk and the rules of `protection` that the last user gave who gave some."""
     _close_unused()
     key = _Key(os.getpid(), run, node.memory, rank)
     tier = _tiers.get(key)
@@ -79,6 +88,7 @@ def tier_for(user: object, run: Location, node: NodeDirs, *, rank: int, num_slot
         tier = _tiers[key] = MemoryTier(key, num_slots=num_slots)
     tier.stager.num_slots = max(tier.stager.num_slots, num_slots)
     tier.stager.disk = node.disk or tier.stager.disk
+    tier.stager.protect(protection)
     tier.users.add(user)
     return tier
 
