@@ -14,6 +14,7 @@ from holdfast.decoding import decode_msgpack
 from holdfast.errors import StorageError
 from holdfast.format.records import Count, Hex16, HexDigest
 from holdfast.node_memory.slots import Contents
+from holdfast.wording import count
 
 #: Size limit of an encoded message. A job of 100,000 files fits.
 MAX_NBYTES: Final = 2**20
@@ -134,7 +135,8 @@ def encode_message(message: PeerMessage) -> bytes:
     """
     data = msgspec.msgpack.encode(message)
     if len(data) > MAX_NBYTES:
-        raise ValueError(f"a {type(message).__name__} message of {len(data)} bytes is larger than {MAX_NBYTES}")
+        name, size = type(message).__name__, count(len(data), "byte")
+        raise ValueError(f"the message {name} has {size}, and {MAX_NBYTES:,} is the limit")
     return data
 
 
