@@ -100,7 +100,7 @@ def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -
         "parity of 3+1, of memcpy": False,
         "parity of 4+2, of memcpy": True,
     }
-    assert "| 3+1 | 21.5 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
+    assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
