@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from holdfast.protection.chains import Hop, LostRange, RebuildChain, rebuild_chains
-from holdfast.protection.erasure import BLOCK_NBYTES, add_multiple
-from holdfast.protection.stripes import FileRange, NodeLine, PlacedRange, Striping
+from holdfast.protection.erasure import STRIP_NBYTES, add_multiple
+from holdfast.protection.stripes import FileRange, LineFile, NodeLine, PlacedRange, Striping
 from holdfast.store.base import Bytes
+
+HEADER_NBYTES = 4096
 
 
 class ParityCluster:
@@ -24,7 +26,7 @@ class ParityCluster:
             for nbytes in each:
                 number = len(self.files)
                 self.files[number] = rng.integers(0, 256, nbytes, dtype=np.uint8)
-                numbers.append((number, nbytes))
+                numbers.append(LineFile(number, min(HEADER_NBYTES, nbytes), nbytes))
             lines.append(NodeLine(node, tuple(numbers)))
         self.striping = Striping(tuple(lines), losses)
         self.nodes = list(sizes)
@@ -43,8 +45,8 @@ class ParityCluster:
             share = shares[number]
             data = self._joined(share.parts, share.nbytes)
             parity = found[share.stripe, share.parity_row]
-            for begin in range(0, share.nbytes, BLOCK_NBYTES):
-                end = begin + BLOCK_NBYTES
+            for begin in range(0, share.nbytes, STRIP_NBYTES):
+                end = begin + STRIP_NBYTES
                 add_multiple(parity[begin:end], data[begin:end], share.factor)
         return found
 
@@ -63,7 +65,7 @@ class ParityCluster:
             return self.parity[chain.stripe, hop.row][chain.start : chain.start + hop.nbytes]
         return self._joined(hop.parts, hop.nbytes)
 
-    def along(self, chain: RebuildChain, *, piece_nbytes: int = BLOCK_NBYTES) -> Bytes:
+    def along(self, chain: RebuildChain, *, piece_nbytes: int = STRIP_NBYTES) -> Bytes:
         """The sum of a chain, made piece by piece. Each node sends the bytes that its hop says, and no others."""
         found = np.zeros(chain.nbytes, np.uint8)
         for begin in range(0, chain.nbytes, piece_nbytes):

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.protection.erasure import BLOCK_NBYTES, add_multiple, coefficients, parity_nbytes, product, quotient
+from holdfast.protection.erasure import STRIP_NBYTES, add_multiple, coefficients, parity_nbytes, product, quotient
 from holdfast.store.base import Bytes
 
 ELEMENTS = st.integers(0, 255)
@@ -74,11 +74,11 @@ def test_a_multiple_of_a_row_is_the_product_of_each_element() -> None:
         assert elements(total) == expected
 
 
-@given(st.integers(0, 2 * BLOCK_NBYTES + 100), st.integers(0, 255), st.integers(0, 9), st.integers(0, 9))
+@given(st.integers(0, 2 * STRIP_NBYTES + 100), st.integers(0, 255), st.integers(0, 9), st.integers(0, 9))
 def test_a_short_row_counts_as_if_zeros_followed_it_at_any_alignment(
     nbytes: int, factor: int, row_start: int, total_start: int
 ) -> None:
-    total_nbytes = parity_nbytes(2 * BLOCK_NBYTES + 100)
+    total_nbytes = parity_nbytes(2 * STRIP_NBYTES + 100)
     row = random_row(row_start + nbytes)[row_start:]
     memory = random_row(total_start + total_nbytes, 1)
     padded = np.zeros(total_nbytes, np.uint8)
@@ -92,11 +92,11 @@ def test_a_short_row_counts_as_if_zeros_followed_it_at_any_alignment(
 
 
 def test_pieces_of_whole_blocks_give_the_same_sum_as_a_whole_row() -> None:
-    nbytes = parity_nbytes(2 * BLOCK_NBYTES + 12345)
+    nbytes = parity_nbytes(2 * STRIP_NBYTES + 12345)
     row, whole, pieces = random_row(nbytes - 5), np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     add_multiple(whole, row, 0x53)
-    for begin in reversed(range(0, nbytes, BLOCK_NBYTES)):
-        add_multiple(pieces[begin : begin + BLOCK_NBYTES], row[begin : begin + BLOCK_NBYTES], 0x53)
+    for begin in reversed(range(0, nbytes, STRIP_NBYTES)):
+        add_multiple(pieces[begin : begin + STRIP_NBYTES], row[begin : begin + STRIP_NBYTES], 0x53)
     assert pieces.tobytes() == whole.tobytes()
 
 

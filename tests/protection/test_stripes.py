@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.protection.chains import LostRange, RebuildChain, rebuild_chains, whole_line
-from holdfast.protection.erasure import BLOCK_NBYTES
-from holdfast.protection.stripes import FileRange, NodeLine, Striping
-from tests.protection.parity_cluster import ParityCluster
+from holdfast.protection.erasure import STRIP_NBYTES
+from holdfast.protection.stripes import FileRange, LineFile, NodeLine, Striping
+from tests.protection.parity_cluster import HEADER_NBYTES, ParityCluster
 
-#: Sizes of files: empty ones, some of a few bytes, and some of several blocks.
+#: Sizes of files: empty ones, some of a few bytes, and some of several strips and blocks.
 NBYTES = st.one_of(
-    st.integers(0, 3), st.integers(0, 5000), st.integers(BLOCK_NBYTES - 9, BLOCK_NBYTES + 9), st.integers(0, 1 << 21)
+    st.integers(0, 3), st.integers(0, 5000), st.integers(STRIP_NBYTES - 9, STRIP_NBYTES + 9), st.integers(0, 5 << 20)
 )
 FILES = st.lists(NBYTES, max_size=4)
 
@@ -33,6 +34,11 @@ def clusters(draw: st.DrawFn) -> ParityCluster:
 
 def even(num_nodes: int, losses: int, nbytes: int) -> ParityCluster:
     return ParityCluster({f"node{number}": [nbytes] for number in range(num_nodes)}, losses)
+
+
+def even_stripes(num_nodes: int, losses: int, nbytes: int) -> Striping:
+    lines = (NodeLine(f"node{number}", (LineFile(number, HEADER_NBYTES, nbytes),)) for number in range(num_nodes))
+    return Striping(tuple(lines), losses)
 
 
 def loads(chains: Sequence[RebuildChain]) -> tuple[Counter[str], Counter[str]]:
@@ -54,19 +60,18 @@ def test_files_of_lost_nodes_come_back_bit_by_bit_at_any_receiver(cluster: Parit
         wanted = [each for owner in lost for each in whole_line(striping, owner, data.draw(receivers))]
         found = cluster.rebuilt(lost, wanted)
         for owner in lost:
-            for file, _ in striping.line(owner).files:
-                pieces = sorted((part, piece) for part, piece in found.items() if part.file == file)
-                assert b"".join(piece.tobytes() for _, piece in pieces) == cluster.files[file].tobytes()
+            for file in striping.line(owner).files:
+                pieces = sorted((part, piece) for part, piece in found.items() if part.file == file.file)
+                assert b"".join(piece.tobytes() for _, piece in pieces) == cluster.files[file.file].tobytes()
 
 
 @settings(max_examples=40)
 @given(clusters(), st.data())
 def test_any_range_of_a_lost_file_comes_back_alone(cluster: ParityCluster, data: st.DataObject) -> None:
     lost = data.draw(st.sampled_from(list(combinations(cluster.nodes, cluster.striping.losses))))
-    files = [(owner, file, size) for owner in lost for file, size in cluster.striping.line(owner).files if size]
-    if not files:
-        return
-    owner, file, size = data.draw(st.sampled_from(files))
+    files = [(owner, each.file, each.nbytes) for owner in lost for each in cluster.striping.line(owner).files]
+    owner, file, size = data.draw(st.sampled_from(files or [("", 0, 0)]))
+    assume(size)
     start = data.draw(st.integers(0, size - 1))
     nbytes = data.draw(st.integers(1, size - start))
     found = cluster.rebuilt(lost, [LostRange(owner, FileRange(file, start, nbytes), "new")])
@@ -81,13 +86,13 @@ def test_a_chain_gives_what_one_node_would_make_of_all_rows(cluster: ParityClust
     for chain in rebuild_chains(cluster.striping, lost, whole_line(cluster.striping, lost[0], "new")):
         direct = cluster.directly(chain).tobytes()
         assert cluster.along(chain).tobytes() == direct
-        assert cluster.along(chain, piece_nbytes=3 * BLOCK_NBYTES).tobytes() == direct
+        assert cluster.along(chain, piece_nbytes=3 * STRIP_NBYTES).tobytes() == direct
 
 
 @settings(max_examples=25)
 @given(clusters())
 def test_a_rebuild_moves_at_most_the_group_size_times_the_lost_bytes(cluster: ParityCluster) -> None:
-    """One loss: less than that. Two: all of each block counts, since its last bytes depend on its first."""
+    """One loss: less than that. Two: all of each strip counts, since its last bytes depend on its first."""
     striping = cluster.striping
     for owner in cluster.nodes:
         chains = rebuild_chains(striping, [owner], whole_line(striping, owner, "new"))
@@ -97,7 +102,7 @@ def test_a_rebuild_moves_at_most_the_group_size_times_the_lost_bytes(cluster: Pa
         for owner in lost:
             chains = rebuild_chains(striping, lost, whole_line(striping, owner, "new"))
             moved = sum(nbytes for chain in chains for _, _, nbytes in chain.transfers)
-            assert moved <= striping.num_data * (striping.line(owner).nbytes + len(chains) * BLOCK_NBYTES)
+            assert moved <= striping.num_data * (striping.line(owner).nbytes + len(chains) * STRIP_NBYTES)
 
 
 @settings(max_examples=25)
@@ -118,50 +123,64 @@ def test_each_byte_is_sent_to_as_many_holders_as_nodes_may_be_lost(cluster: Pari
 
 @given(clusters())
 def test_parity_takes_the_share_of_the_longest_line_that_the_policy_says(cluster: ParityCluster) -> None:
+    """And a block at most, since lines are cut where blocks end."""
     striping = cluster.striping
     longest = max(line.nbytes for line in striping.lines)
     for node in cluster.nodes:
         held = sum(row.nbytes for (stripe, row_), row in cluster.parity.items() if striping.node(stripe, row_) == node)
         assert striping.held_nbytes(node) == held
-        assert held <= striping.losses * (longest / striping.num_data + 8)
+        assert held <= striping.losses * (longest / striping.num_data + BLOCK_NBYTES + 8)
+
+
+@given(clusters())
+def test_segments_end_where_headers_blocks_and_files_end(cluster: ParityCluster) -> None:
+    for line in cluster.striping.lines:
+        ends, start = {0}, 0
+        for _, data_start, nbytes in line.files:
+            ends |= {start, start + nbytes, *range(start + data_start, start + nbytes, BLOCK_NBYTES)}
+            start += nbytes
+        cuts = cluster.striping.cuts(line.node)
+        assert (cuts[0], cuts[-1]) == (0, line.nbytes)
+        assert list(cuts) == sorted(cuts)
+        assert ends.issuperset(cuts)
 
 
 @pytest.mark.parametrize(("num_nodes", "losses"), [(4, 1), (8, 1), (6, 2), (8, 2)])
 def test_survivors_send_and_receive_alike(num_nodes: int, losses: int) -> None:
-    cluster = even(num_nodes, losses, 6 * 7 * 60_000)
-    striping = cluster.striping
-    segment = striping.cut_nbytes("node0")
+    nbytes = 4 << 30
+    striping = even_stripes(num_nodes, losses, nbytes)
     sent, received = loads(rebuild_chains(striping, ["node3"], whole_line(striping, "node3", "new")))
-    survivors = [node for node in cluster.nodes if node != "node3"]
-    assert received["new"] == striping.line("node3").nbytes
-    assert max(sent[node] for node in survivors) - min(sent[node] for node in survivors) <= segment
-    assert max(received[node] for node in survivors) - min(received[node] for node in survivors) <= 2 * segment
-    assert max(received.values()) == received["new"]
+    assert received["new"] == nbytes == max(received.values())
+    del received["new"]
+    segment = nbytes / striping.num_data + BLOCK_NBYTES
+    assert len(sent) == num_nodes - 1
+    assert max(sent.values()) - min(sent.values()) <= segment
+    assert max(received.values()) - min(received.values()) <= 2 * segment
 
 
 def test_a_survivor_that_wants_the_bytes_is_the_last_of_each_chain_and_sends_nothing() -> None:
-    cluster = even(6, 2, 100_000)
-    chains = rebuild_chains(cluster.striping, ["node3"], whole_line(cluster.striping, "node3", "node1"))
+    striping = even_stripes(6, 2, 64 << 20)
+    chains = rebuild_chains(striping, ["node3"], whole_line(striping, "node3", "node1"))
     sent, received = loads(chains)
     assert sent["node1"] == 0
-    assert received["node1"] == cluster.striping.line("node3").nbytes
+    assert (64 << 20) - 2 * BLOCK_NBYTES <= received["node1"] <= 64 << 20  # the longest rows may be its own
     assert sum("node1" in [hop.node for hop in chain.hops] for chain in chains) == 3
     assert all(hop.node != "node1" for chain in chains for hop in chain.hops[:-1])
 
 
 def test_no_node_sends_zeros_of_shorter_rows() -> None:
-    cluster = ParityCluster({"a": [3 * 1000], "b": [3 * 10], "c": [3 * 200], "d": []}, 1)
-    for chain in rebuild_chains(cluster.striping, ["a"], whole_line(cluster.striping, "a", "new")):
-        own = [hop.nbytes for hop in chain.hops]
-        assert own == sorted(own)
-        assert own[-1] == 1000
-        assert [nbytes for _, _, nbytes in chain.transfers] == own
-        assert "d" not in [hop.node for hop in chain.hops[:-1]]
+    """Segments: of a, its header and its block; of b and c, their headers, nothing, and their blocks."""
+    cluster = ParityCluster({"a": [9000], "b": [5000], "c": [4097], "d": []}, 1)
+    chains = rebuild_chains(cluster.striping, ["a"], whole_line(cluster.striping, "a", "new"))
+    assert [[(hop.node, hop.nbytes, hop.sum_nbytes) for hop in chain.hops] for chain in chains] == [
+        [("c", 1, 1), ("d", 4096, 4096)],
+        [("b", 904, 904), ("c", 4904, 4904)],
+    ]
 
 
 def test_bytes_of_a_corrupt_survivor_change_what_is_rebuilt() -> None:
     """So that the digests of the file show it."""
-    cluster = even(6, 2, 4 * BLOCK_NBYTES + 100)
+    cluster = even(6, 2, (9 << 20) + 100)
     lost = ("node1", "node4")
     wanted = [each for owner in lost for each in whole_line(cluster.striping, owner, f"new-{owner}")]
     whole = {data: piece.tobytes() for data, piece in cluster.rebuilt(lost, wanted).items()}
@@ -210,7 +229,8 @@ def test_a_recovery_of_2048_nodes_is_planned_within_a_second() -> None:
     for group in range(256):
         nodes = range(8 * group, 8 * group + 8)
         lines = tuple(
-            NodeLine(str(node), tuple((file, (1 << 30) + file) for file in range(node, 8960, 2048))) for node in nodes
+            NodeLine(str(node), tuple(LineFile(file, 4096, (1 << 30) + file) for file in range(node, 8960, 2048)))
+            for node in nodes
         )
         striping = Striping(lines, 2)
         lost = [str(node) for node in nodes if node % 20 == 0]

@@ -5,16 +5,16 @@ product of its own range, and sends the sum on. What the last one sends is the l
 each on another piece of the range, so that a chain takes hardly longer than one transfer; no node holds more than a
 piece of anything that is not its own, and each one sends and receives as much as the others.
 
-The pieces of a chain with other factors than 1 begin with a block of the stripe (`erasure.BLOCK_NBYTES`).
+The pieces of a chain with other factors than 1 begin with a strip of the stripe (`erasure.STRIP_NBYTES`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
-from holdfast.protection.erasure import BLOCK_NBYTES, coefficients
+from holdfast.protection.erasure import STRIP_NBYTES, coefficients
 from holdfast.protection.stripes import FileRange, PlacedRange, Striping
 
 
@@ -63,7 +63,7 @@ class RebuildChain(NamedTuple):
 def whole_line(striping: Striping, owner: str, receiver: str) -> list[LostRange]:
     """All files of a lost node, wanted by one node."""
     files = striping.line(owner).files
-    return [LostRange(owner, FileRange(file, 0, nbytes), receiver) for file, nbytes in files]
+    return [LostRange(owner, FileRange(each.file, 0, each.nbytes), receiver) for each in files]
 
 
 def rebuild_chains(striping: Striping, lost: Collection[str], wanted: Iterable[LostRange]) -> list[RebuildChain]:
@@ -97,13 +97,10 @@ def _spans(striping: Striping, wanted: Iterable[LostRange]) -> list[tuple[str, s
 
 def _row_ranges(striping: Striping, owner: str, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The rows in which bytes [begin, end) of a line lie, each with a range of it."""
-    size = striping.cut_nbytes(owner)
-    position = begin
-    while position < end:
-        row = position // size
-        stop = min(end, (row + 1) * size)
-        yield row, position - row * size, stop - row * size
-        position = stop
+    for row, (first, last) in enumerate(pairwise(striping.cuts(owner))):
+        start, stop = max(begin, first), min(end, last)
+        if start < stop:
+            yield row, start - first, stop - first
 
 
 def _chain(
@@ -113,17 +110,17 @@ def _chain(
     known = (each for each in range(len(striping.lines)) if striping.node(stripe, each) not in lost)
     sources = tuple(islice(known, striping.num_data))  # P rather than Q: its factors are all 1
     factors = coefficients(row, sources, striping.num_data)
-    in_blocks = any(factor != 1 for factor in factors)
-    if in_blocks:
-        within = start % BLOCK_NBYTES
+    in_strips = any(factor != 1 for factor in factors)
+    if in_strips:
+        within = start % STRIP_NBYTES
         parts = tuple(PlacedRange(within + offset, data) for offset, data in parts)
         start -= within
-        stop = min(_whole_blocks(stop), striping.row_nbytes(stripe, striping.num_data))
+        stop = min(_whole_strips(stop), striping.row_nbytes(stripe, striping.num_data))
     hops = []
     for source, factor in zip(sources, factors, strict=True):
         nbytes = min(stop, striping.row_nbytes(stripe, source)) - start
         if nbytes > 0:
-            sum_nbytes = min(_whole_blocks(nbytes), stop - start) if in_blocks else nbytes
+            sum_nbytes = min(_whole_strips(nbytes), stop - start) if in_strips else nbytes
             own = striping.row_parts(stripe, source, start, stop) if source < striping.num_data else ()
             hops.append(Hop(striping.node(stripe, source), source, factor, nbytes, sum_nbytes, own))
     # Short ranges first: nobody sends zeros.
@@ -133,5 +130,5 @@ def _chain(
     return RebuildChain(stripe, row, start, stop - start, in_order, receiver, parts)
 
 
-def _whole_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+def _whole_strips(nbytes: int) -> int:
+    return -(-nbytes // STRIP_NBYTES) * STRIP_NBYTES

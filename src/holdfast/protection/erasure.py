@@ -8,10 +8,10 @@ count as if zeros followed them. With the rows D, and g = 2 in GF(2^8) modulo x^
 and "+" is XOR. So each row is a sum of multiples of any `num_data` other rows: `coefficients` has the factors, and
 `add_multiple` adds one multiple. Rows may be added in any order, by one process or by several in a chain.
 
-The bits of one element of GF(2^8) do not lie in one byte. A row is cut into blocks of `BLOCK_NBYTES`, each block into
+The bits of one element of GF(2^8) do not lie in one byte. A row is cut into *strips* of `STRIP_NBYTES`, each strip into
 eight *packets*, and bit number k of an element lies in packet k. Then a product with a constant is nothing but XORs of
 packets, for which numpy uses the widest instructions without a table: a product costs two to four passes through the
-cache, where a shift within bytes takes four passes for a factor of 2 alone. The last block of a stripe is shorter: its
+cache, where a shift within bytes takes four passes for a factor of 2 alone. The last strip of a stripe is shorter: its
 packets are an eighth of what is left, so the length of P and Q is a multiple of eight bytes (`parity_nbytes`).
 
 numpy releases the interpreter during each XOR.
@@ -27,8 +27,8 @@ import numpy as np
 
 from holdfast.store.base import Bytes
 
-#: Packets are so long that a call of numpy costs little, and a block of a row and of the result lie in a core's cache.
-BLOCK_NBYTES: Final = 512 << 10
+#: Packets are so long that a call of numpy costs little, and a strip of a row and of the result lie in a core's cache.
+STRIP_NBYTES: Final = 512 << 10
 _NUM_PACKETS: Final = 8
 
 #: x^8 + x^4 + x^3 + x^2 + 1. All powers of 2 are different, up to number 254.
@@ -130,23 +130,23 @@ def _packet_runs(factor: int) -> tuple[_PacketRun, ...]:
 def add_multiple(total: Bytes, row: Bytes, factor: int) -> None:
     """Add the product of `row` with `factor` to `total`, in place. `row` may be shorter: the rest of it is zeros.
 
-    With a factor of 1, any range of a stripe will do. With others, the range begins with a block of the stripe, and
-    ends with a block or with the parity of the stripe: so does `total`.
+    With a factor of 1, any range of a stripe will do. With others, `total` begins with a strip of the stripe, and
+    ends with a strip or with the parity of the stripe.
     """
     assert row.size <= total.size, (row.size, total.size)
     if factor == 1:
         np.bitwise_xor(total[: row.size], row, out=total[: row.size])
         return
     runs = _packet_runs(factor)
-    for begin in range(0, row.size, BLOCK_NBYTES):
-        block = total[begin : begin + BLOCK_NBYTES]
-        _add_block(block, row[begin : begin + block.size], runs)
+    for begin in range(0, row.size, STRIP_NBYTES):
+        strip = total[begin : begin + STRIP_NBYTES]
+        _add_strip(strip, row[begin : begin + strip.size], runs)
 
 
-def _add_block(block: Bytes, data: Bytes, runs: Sequence[_PacketRun]) -> None:
-    packet, left = divmod(block.size, _NUM_PACKETS)
-    assert not left, block.size
+def _add_strip(strip: Bytes, data: Bytes, runs: Sequence[_PacketRun]) -> None:
+    packet, left = divmod(strip.size, _NUM_PACKETS)
+    assert not left, strip.size
     for to, start, num_packets in runs:
         part = data[start * packet : (start + num_packets) * packet]
-        into = block[to * packet : to * packet + part.size]
+        into = strip[to * packet : to * packet + part.size]
         np.bitwise_xor(into, part, out=into)

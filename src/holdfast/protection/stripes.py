@@ -1,14 +1,15 @@
 """How the sealed files of a group of nodes are laid out in stripes, each with parity on other nodes than its data.
 
 A group has g nodes and tolerates p losses, one or two. The data files of a node, one after another, are its *line*. The
-line is cut into g - p *segments* of one size, of which the last may be shorter or empty. There are g stripes. Stripe
-number s has g *rows*, one from each node: row r lies on node (s + p + r) mod g. The first g - p rows are segments, and
-the last p are parity: P on node s, and Q on node s + 1. So
+line is cut into g - p *segments* of about one size. There are g stripes. Stripe number s has g *rows*, one from each
+node: row r lies on node (s + p + r) mod g. The first g - p rows are segments, and the last p are parity: P on node s,
+and Q on node s + 1. So
 
 - segment number r of any node is row r of its stripe, and has the same factor in Q in all stripes;
 - each node holds p rows of parity, as long as the longest segment in their stripes;
 - each node sends each of its segments to p other nodes.
 
+A line is cut only at ends of the blocks that have digests, so that the holder of a parity can verify what it adds.
 Nothing is sent or read of a row beyond its end: it counts as zeros.
 """
 
@@ -21,6 +22,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+from holdfast.format.container import BLOCK_NBYTES
 from holdfast.protection.erasure import MAX_NUM_DATA, coefficients, parity_nbytes
 
 
@@ -54,40 +56,66 @@ class ParityShare(NamedTuple):
     parts: tuple[PlacedRange, ...]
 
 
+class LineFile(NamedTuple):
+    """Data file number `file` of a checkpoint. It has `nbytes`, of which the first `data_start` are its header."""
+
+    file: int
+    data_start: int
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class NodeLine:
-    """The line of node `node`: its data files, each with its number in the checkpoint and its bytes."""
+    """The line of node `node`."""
 
     node: str
-    files: tuple[tuple[int, int], ...]
+    files: tuple[LineFile, ...]
 
     @cached_property
     def _starts(self) -> list[int]:
         """The start of each file in the line, and the end of the line."""
-        return list(accumulate((nbytes for _, nbytes in self.files), initial=0))
+        return list(accumulate((each.nbytes for each in self.files), initial=0))
+
+    @cached_property
+    def _numbers(self) -> dict[int, int]:
+        return {each.file: number for number, each in enumerate(self.files)}
 
     @property
     def nbytes(self) -> int:
         """The bytes of all files."""
         return self._starts[-1]
 
+    def cuts(self, num_segments: int) -> tuple[int, ...]:
+        """The start of each of so many segments in the line, and the end of the line."""
+        return tuple(self._cut(-(-number * self.nbytes // num_segments)) for number in range(num_segments + 1))
+
+    def _cut(self, position: int) -> int:
+        """The first end of a block with a digest, or of a header, that is not before `position`."""
+        number = self._number_at(position)
+        if number == len(self.files):
+            return self.nbytes
+        start, (_, data_start, nbytes) = self._starts[number], self.files[number]
+        within = position - start
+        if within <= data_start:
+            return start + (data_start if within else 0)
+        return start + min(data_start - (data_start - within) // BLOCK_NBYTES * BLOCK_NBYTES, nbytes)
+
+    def _number_at(self, position: int) -> int:
+        """The last file that begins at or before `position`; the number of files at the end of the line."""
+        return len(self.files) if position >= self.nbytes else bisect_right(self._starts, position) - 1
+
     def offset(self, data: FileRange) -> int:
         """Where a range of one of the files begins in the line; ValueError unless the range lies in that file."""
         number = self._numbers.get(data.file)
-        if number is None or data.start < 0 or data.nbytes < 0 or data.start + data.nbytes > self.files[number][1]:
+        if number is None or data.start < 0 or data.nbytes < 0 or data.start + data.nbytes > self.files[number].nbytes:
             raise ValueError(f"node {self.node} has no {data}")
         return self._starts[number] + data.start
 
-    @cached_property
-    def _numbers(self) -> dict[int, int]:
-        return {file: number for number, (file, _) in enumerate(self.files)}
-
     def ranges(self, start: int, stop: int) -> Iterator[PlacedRange]:
         """The ranges of files that lie at [start, stop) of the line, with their offsets from `start`."""
-        number = max(0, bisect_right(self._starts, start) - 1)
-        position = start
-        while position < min(stop, self.nbytes):
-            file, nbytes = self.files[number]
+        number, position = self._number_at(start), start
+        while position < stop:
+            file, _, nbytes = self.files[number]
             within = position - self._starts[number]
             taken = min(nbytes - within, stop - position)
             if taken:
@@ -135,10 +163,11 @@ class Striping:
 
     def node(self, stripe: int, row: int) -> str:
         """The node with a row of a stripe."""
-        return self._line(stripe, row).node
+        return self.lines[self._number(stripe, row)].node
 
-    def _line(self, stripe: int, row: int) -> NodeLine:
-        return self.lines[(stripe + self.losses + row) % len(self.lines)]
+    def _number(self, stripe: int, row: int) -> int:
+        """The number of the node in the group."""
+        return (stripe + self.losses + row) % len(self.lines)
 
     def stripe(self, node: str, row: int) -> int:
         """The stripe in which `node` has a row of that number."""
@@ -148,25 +177,27 @@ class Striping:
         """The line of a node of the group."""
         return self.lines[self._numbers[node]]
 
-    def cut_nbytes(self, node: str) -> int:
-        """The bytes of each segment of the line of `node` but the last ones."""
-        return -(-self.line(node).nbytes // self.num_data)
+    @cached_property
+    def _cuts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(line.cuts(self.num_data) for line in self.lines)
+
+    def cuts(self, node: str) -> tuple[int, ...]:
+        """The start of each segment in the line of `node`, and the end of the line."""
+        return self._cuts[self._numbers[node]]
 
     def row_nbytes(self, stripe: int, row: int) -> int:
         """The bytes of a row of a stripe, of data or of parity."""
         return self._segment_nbytes(stripe, row) if row < self.num_data else self._parity_nbytes[stripe]
 
     def _segment_nbytes(self, stripe: int, row: int) -> int:
-        line = self._line(stripe, row)
-        size = self.cut_nbytes(line.node)
-        return max(0, min(size, line.nbytes - row * size))
+        cuts = self._cuts[self._number(stripe, row)]
+        return cuts[row + 1] - cuts[row]
 
     def row_parts(self, stripe: int, row: int, start: int, stop: int) -> tuple[PlacedRange, ...]:
-        """The ranges of files that are bytes [start, stop) of a row of data."""
-        line = self._line(stripe, row)
-        begin = row * self.cut_nbytes(line.node)
-        stop = min(stop, self._segment_nbytes(stripe, row))
-        return tuple(line.ranges(begin + start, begin + stop))
+        """The ranges of files that are bytes [start, stop) of a row of data, as far as it has them."""
+        number = self._number(stripe, row)
+        begin, end = self._cuts[number][row : row + 2]
+        return tuple(self.lines[number].ranges(begin + start, min(begin + stop, end)))
 
     def shares(self, sender: str) -> Iterator[ParityShare]:
         """What `sender` sends to the holders of parity: all its bytes, `losses` times."""
