@@ -101,10 +101,10 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
     (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. Of the files
-    `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in several tiers of
-    nodes. `tier` is the farthest of the nearest copies. `manifest` is for nodes that
-    hold no file of the checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has
-    no checkpoint of the run yet.
+    `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in other tiers of
+    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest of the nearest
+    copies. `manifest` is for nodes that hold no file of the checkpoint and so lack its manifest; empty if there is no
+    such node. With `is_all`, storage has no checkpoint of the run yet.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -330,7 +330,9 @@ class Survey:
                     let_go=let_go,
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
                     copied=whole.copied,
-                    has_more=len({each.tier for each in held if each.checkpoint_id == checkpoint_id}) > 1,
+                    has_more=any(
+                        each.tier is not NodeTier.NODE_MEMORY for each in held if each.checkpoint_id == checkpoint_id
+                    ),
                     tier=whole.tier,
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
