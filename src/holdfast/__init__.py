@@ -48,7 +48,15 @@ if TYPE_CHECKING:
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.protection.policies import Copies
     from holdfast.publishing import transfer
-    from holdfast.reports import CopyReport, ExportReport, ImportReport, LoadReport, ReadSource, SaveReport, TransferReport
+    from holdfast.reports import (
+        CopyReport,
+        ExportReport,
+        ImportReport,
+        LoadReport,
+        ReadSource,
+        SaveReport,
+        TransferReport,
+    )
     from holdfast.run.compaction import compact
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
