@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.stop import StopAfter
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+    from holdfast.protection.policies import Copies
     from holdfast.publishing import transfer
     from holdfast.reports import CopyReport, ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
     from holdfast.run.compaction import compact
@@ -63,6 +64,7 @@ _HOMES = {
     "Checkpointer": "holdfast.checkpointer",
     "ExportHub": "holdfast.checkpointer.export_hub",
     "Memory": "holdfast.checkpointer.memory_option",
+    "Copies": "holdfast.protection.policies",
     "Handle": "holdfast.checkpointer.handle",
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
@@ -121,6 +123,7 @@ __all__ = [
     "Box",
     "Checkpointer",
     "ConfigurationError",
+    "Copies",
     "CopyReport",
     "CorruptError",
     "DeadlineError",

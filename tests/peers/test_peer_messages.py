@@ -37,7 +37,7 @@ REQUESTS = (
     PutGeneration(CHECKPOINT, 12),
     Finish(5),
     GetRange(CHECKPOINT, 5, 0, 1),
-    NoteProtected(CHECKPOINT, (1, 2, 3)),
+    NoteProtected(CHECKPOINT, (1, 2, 3), 4),
     MarkProtected(CHECKPOINT),
 )
 REPLIES = (
@@ -91,6 +91,8 @@ def test_what_no_keeper_sends_is_refused(tree: object) -> None:
 
 def test_the_files_of_a_very_large_job_fit_into_one_message_and_no_more_than_the_limit_is_encoded() -> None:
     files = tuple(range(150_000))
-    assert decode_request(encode_message(NoteProtected(CHECKPOINT, files))) == NoteProtected(CHECKPOINT, files)
+    assert decode_request(encode_message(NoteProtected(CHECKPOINT, files, len(files)))) == NoteProtected(
+        CHECKPOINT, files, len(files)
+    )
     with pytest.raises(ValueError, match=r"RequestRefused has 2,000,0\d\d bytes, and 1,048,576 is the limit"):
         encode_message(RequestRefused("x" * 2_000_000))

@@ -69,10 +69,11 @@ class GetRange(PeerMessage, frozen=True):
 
 
 class NoteProtected(PeerMessage, frozen=True):
-    """Say that all copies of these data files of a checkpoint are kept. Answered by `Noted`."""
+    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
+    num_files: Count
 
 
 class MarkProtected(PeerMessage, frozen=True):
