@@ -71,10 +71,12 @@ class StubKeeper:
 
     def sink(self, put: Put) -> StubSink:
         if isinstance(put, PutRange):
-            if put.token not in self.copies:
+            if put.token not in self.copies or put.start + put.nbytes > self.copies[put.token].size:
                 raise StorageError(f"there is no copy {put.token}.", code="storage.memory", action="Offer it again.")
             memory = self.copies[put.token][put.start : put.start + put.nbytes]
         else:
+            if put.nbytes > MIB:
+                raise StorageError("this generation is too large.", code="storage.memory", action="None.")
             memory = self.generations[put.checkpoint_id] = np.zeros(put.nbytes, np.uint8)
         self.sinks.append(StubSink(self, memory))
         return self.sinks[-1]

@@ -55,7 +55,7 @@ REPLIES = (
 def test_a_request_arrives_as_it_was_sent_and_is_no_reply(request_: PeerMessage) -> None:
     data = encode_message(request_)
     assert decode_request(data) == request_
-    with pytest.raises(StorageError, match=r"storage\.peer.*same version of Holdfast"):
+    with pytest.raises(StorageError, match=r"storage\.peer.*a message that is none.*same version of Holdfast"):
         decode_reply(data)
 
 
@@ -81,6 +81,10 @@ def test_a_reply_arrives_as_it_was_sent_and_is_no_request(reply: PeerMessage) ->
         ["Unknown"],
         [],
         None,
+        msgspec.Raw(b"\x92\xa6Finish"),
+        msgspec.Raw(b"\x92\xa6Fini\xff\xff\x01"),
+        msgspec.Raw(b"\x92\xadMarkProtected\xb0" + b"\xff" * 16),
+        msgspec.Raw(b"\x91" * 5000),
     ],
 )
 def test_what_no_keeper_sends_is_refused(tree: object) -> None:

@@ -17,6 +17,17 @@ def peer_failed(address: str, what: str) -> StorageError:
     )
 
 
+def not_understood(what: str, *, address: str | None = None) -> StorageError:
+    """A node, whose listener is at `address` if that is known, sent `what`, which no keeper of this version sends."""
+    return StorageError(
+        f"another node sent {what}." if address is None else f"the keeper at {address} sent {what}.",
+        code="storage.peer",
+        action="Run the same version of Holdfast on all nodes; if they do, check the network between them.",
+        path=address,
+        tier="peer memory",
+    )
+
+
 def not_our_peer(address: str, what: str, *, action: str, retryable: bool = False) -> ConfigurationError:
     """What answers at `address` is no keeper of this job and version."""
     return ConfigurationError(

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import StorageError
 from holdfast.format.records import Count, Hex16, HexDigest
 from holdfast.node_memory.slots import Contents
+from holdfast.peers.peer_errors import not_understood
 from holdfast.wording import count
 
 #: Size limit of an encoded message. A job of 100,000 files fits.
@@ -163,9 +163,5 @@ def decode_reply(data: bytes) -> PeerReply:
 def _decoded(data: bytes, kind: object) -> Any:
     try:
         return decode_msgpack(data, kind)
-    except msgspec.DecodeError as error:
-        raise StorageError(
-            f"another node sent a message that this keeper does not understand: {error}",
-            code="storage.peer",
-            action="Run the same version of Holdfast on all nodes.",
-        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_understood(f"a message that is none: {error}") from error

@@ -13,8 +13,9 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from holdfast.errors import StorageError
 from holdfast.peers import handshake
-from holdfast.peers.peer_errors import peer_failed
+from holdfast.peers.peer_errors import not_understood, peer_failed
 from holdfast.peers.peer_messages import (
     GetRange,
     Noted,
@@ -98,6 +99,8 @@ class TcpConnection:
         with self._exchange(request, timeout_s) as deadline:
             reply = self._reply(deadline)
             if isinstance(reply, Sent):
+                if reply.nbytes != request.nbytes:
+                    raise not_understood("another number of bytes than it was asked for", address=self._address)
                 self._wire.receive_bytes(out, deadline)
             return reply
 
@@ -144,7 +147,10 @@ class TcpConnection:
             self._in_use.release()
 
     def _reply(self, deadline: Deadline) -> PeerReply:
-        return decode_reply(self._wire.receive_message(deadline))
+        try:
+            return decode_reply(self._wire.receive_message(deadline))
+        except StorageError as error:
+            raise not_understood("no reply of a keeper", address=self._address) from error
 
 
 def _require_size(given: int, named: int) -> None:

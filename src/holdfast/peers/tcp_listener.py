@@ -169,6 +169,8 @@ class TcpListener:
             why = handshake.admit(
                 wire, secret=self._secret, deadline=deadline, has_room=lambda: self._becomes_peer(wire)
             )
+        except TimeoutError:
+            why = "it proved nothing in time"
         except OSError as error:
             why = str(error)
         if why:

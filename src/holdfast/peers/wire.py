@@ -19,8 +19,9 @@ from typing import Final
 
 import xxhash
 
-from holdfast.errors import CorruptError, StorageError
+from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
+from holdfast.peers.peer_errors import not_understood
 from holdfast.peers.peer_messages import MAX_NBYTES
 from holdfast.peers.transport import Region
 from holdfast.store.base import Bytes
@@ -86,10 +87,10 @@ class Wire:
         """
         nbytes, digest = _FRAME.unpack(self.receive(_FRAME.size, deadline))
         if nbytes > MAX_NBYTES:
-            raise _not_understood(f"a message of {nbytes:,} bytes")
+            raise not_understood(f"a message of {nbytes:,} bytes")
         message = self.receive(nbytes, deadline)
         if xxhash.xxh3_64_digest(message) != digest:
-            raise _not_understood("a message that does not match its digest")
+            raise not_understood("a message that does not match its digest")
         return message
 
     def send_bytes(self, data: Bytes, deadline: Deadline) -> None:
@@ -161,15 +162,6 @@ def _poll(poll: select.poll, end_s: float) -> None:
     left_s = end_s - time.monotonic()
     if left_s <= 0 or not poll.poll(1000 * left_s):
         raise TimeoutError("the deadline is over")
-
-
-def _not_understood(what: str) -> StorageError:
-    return StorageError(
-        f"another node sent {what}.",
-        code="storage.peer",
-        action="Run the same version of Holdfast on all nodes; if they do, check the network between them.",
-        tier="peer memory",
-    )
 
 
 def _too_short(region: Region) -> CorruptError:

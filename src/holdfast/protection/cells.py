@@ -37,6 +37,8 @@ def most_of_a_domain(cells: Sequence[Cell], numbers: Numbers) -> int:
 def part_groups(cells: Sequence[Cell], numbers: Numbers, related: Relation, *, limit: int) -> list[Cell]:
     """The cells after swaps of nodes that leave fewer related nodes in one cell, as far as swaps find. No swap puts
     more than `limit` nodes of one domain into one cell."""
+    if not related.any():
+        return list(cells)
     nodes = [node for cell in cells for node in cell]
     swaps = _Swaps([len(cell) for cell in cells], numbers[nodes], related[np.ix_(nodes, nodes)], limit)
     waiting = list(range(len(nodes)))

@@ -125,22 +125,22 @@ def _holders(numbers: Numbers, related: Relation, n: int) -> list[list[int]] | N
         rest, order = take_apart(order, numbers, len(numbers) - (num_cells - 1) * (n + 1))
         num_cells -= 1
     cells = stripe(order, numbers, num_cells)
-    apart = numbers[:, None] != numbers
     holders: dict[int, list[int]] = {}
     if rest and most_of_a_domain([rest], numbers) == 1:
         cells.append(rest)
     elif rest:
         inside = np.ix_(rest, rest)
-        found = _spread(apart[inside], related[inside], n) or []
+        found = _spread(numbers[rest], related[inside], n) or []
         holders = {rest[owner]: [rest[holder] for holder in held] for owner, held in enumerate(found)}
     if not cells or most_of_a_domain(cells, numbers) > 1 or len(holders) + sum(map(len, cells)) < len(numbers):
-        return _spread(apart, related, n)
+        return _spread(numbers, related, n)
     for cell in part_groups(cells, numbers, related, limit=1):
         for place, owner in enumerate(cell):
             holders[owner] = [cell[(place + step) % len(cell)] for step in range(1, n + 1)]
     return [holders[owner] for owner in range(len(numbers))]
 
 
-def _spread(apart: Relation, related: Relation, n: int) -> list[list[int]] | None:
+def _spread(numbers: Numbers, related: Relation, n: int) -> list[list[int]] | None:
     """Holders without groups of nodes: outside the parallel groups of the owner if possible."""
+    apart = numbers[:, None] != numbers
     return spread(apart & ~related, n) or spread(apart, n)
