@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import numpy as np
@@ -112,18 +113,19 @@ class Stager:
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
     def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
-        """Begin to prepare slots for data files of up to `nbytes` in the background, before any save asks for them.
-        Does nothing once this process has used its memory, nor while another process has a claim to the slots of this
-        rank: they may be those of a job that trains.
+        """Begin to prepare slots for data files of up to `nbytes`, and to start a keeper, in the background, before any
+        save asks for them. Does nothing once this process has used its memory, nor while another process has a claim
+        to the slots of this rank: they may be those of a job that trains.
 
         Raises:
-            ConfigurationError, StorageError, OSError: memory cannot be used, or no keeper could be started. The first
-                save meets the same error.
+            ConfigurationError, StorageError, OSError: memory cannot be used. The first save meets the same error, and
+                that of a keeper that does not start.
         """
         if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots, reserves=True)
-        ensure_keeper(memory.folder, text_of(self._run))
+        start = partial(_start_early, memory.folder.path, text_of(self._run))
+        Thread(target=start, name="holdfast-keeper", daemon=True).start()
         self._was_used = True
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
@@ -475,6 +477,15 @@ class Stager:
             )
         self._watcher.look_at(slot)
         return slot
+
+
+def _start_early(folder: Path, run: str) -> None:
+    """Start a keeper, which takes some tenths of a second that no restore has to wait for."""
+    try:
+        with NodeFolder.at(folder) as opened:
+            ensure_keeper(opened, run)
+    except (HoldfastError, OSError) as error:
+        _log.info("no keeper was started early: %s", error)
 
 
 def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredShare:
