@@ -24,6 +24,7 @@ from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_
 from bench.contenders import LATER, MANY
 from bench.costs import Watch
 from bench.front import render_chart, render_front
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.parity import PARITY
@@ -46,6 +47,7 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    lost_nodes_result,
     objects_result,
     parity_result,
     part,
@@ -77,6 +79,7 @@ FOUND = {
         events_result(),
         objects_result(),
         parity_result(),
+        lost_nodes_result(),
     )
 }
 
@@ -101,6 +104,12 @@ def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -
         "parity of 4+2, of memcpy": True,
     }
     assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
+
+
+def test_the_choice_after_losses_may_take_a_second() -> None:
+    assert all(bar.met for bar in LOST_NODES.judged(lost_nodes_result()).values())
+    assert not any(bar.met for bar in LOST_NODES.judged(lost_nodes_result(choose_s=1.25)).values())
+    assert "| 2,048 nodes | 8,960 | 18.0 | 0.25 | 0.50 |" in LOST_NODES.render(lost_nodes_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
