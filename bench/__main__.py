@@ -14,13 +14,14 @@ from bench.bucket_ways import TRANSFERRING
 from bench.contenders import BACKGROUND, LOADING, MANY
 from bench.converters import CONVERTING
 from bench.data import DATA
+from bench.emulated_nodes import NODES
 from bench.engine import ENGINE
 from bench.events import EVENTS
 from bench.exchange import EXCHANGE
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.hub_loads import HUB_LOADING
-from bench.lost_nodes import NODES as LOST_NODES
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
 from bench.parity import PARITY
@@ -48,6 +49,7 @@ BENCHMARKS = (
     DATA,
     OBJECTS,
     PARITY,
+    NODES,
     LOST_NODES,
 )
 NAMES = tuple(each.name for each in BENCHMARKS)

@@ -196,6 +196,13 @@ def parity_result(*, encode_s: float = 0.2) -> Result:
     return Result("parity", tuple(parts))
 
 
+def lost_nodes_result(*, choose_s: float = 0.5) -> Result:
+    """A choice after losses that takes `choose_s` on 2,048 nodes."""
+    taken = [Sample("holdfast", 1, {"decode_s": (0.25,), "choose_s": (choose_s,)})]
+    facts = {"num_files": 8_960, "messages_nbytes": 18_000_000}
+    return Result("lost-nodes", (part("2,048 nodes", taken, world=1, facts=facts),))
+
+
 def data_result() -> Result:
     taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
     parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))

@@ -23,8 +23,9 @@ from bench.__main__ import BENCHMARKS, CHART, NAMES, PLANNING, README, TABLES, d
 from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_limit
 from bench.contenders import LATER, MANY
 from bench.costs import Watch
+from bench.emulated_nodes import NODES
 from bench.front import render_chart, render_front
-from bench.lost_nodes import NODES as LOST_NODES
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.parity import PARITY
@@ -47,6 +48,7 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    lost_nodes_result,
     nodes_result,
     objects_result,
     parity_result,
@@ -80,6 +82,7 @@ FOUND = {
         objects_result(),
         parity_result(),
         nodes_result(),
+        lost_nodes_result(),
     )
 }
 
@@ -97,8 +100,8 @@ def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
 
 
 def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_what_it_moves() -> None:
-    assert all(bar.met for bar in LOST_NODES.judged(nodes_result()).values())
-    slow = LOST_NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
+    assert all(bar.met for bar in NODES.judged(nodes_result()).values())
+    slow = NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
     assert {what: bar.met for what, bar in slow.items()} == {
         "protection, 2 nodes, of a plain copy": False,
         "memory beyond snapshots and copies, 2 nodes": True,
@@ -115,6 +118,12 @@ def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -
         "parity of 4+2, of memcpy": True,
     }
     assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
+
+
+def test_the_choice_after_losses_may_take_a_second() -> None:
+    assert all(bar.met for bar in LOST_NODES.judged(lost_nodes_result()).values())
+    assert not any(bar.met for bar in LOST_NODES.judged(lost_nodes_result(choose_s=1.25)).values())
+    assert "| 2,048 nodes | 8,960 | 18.0 | 0.25 | 0.50 |" in LOST_NODES.render(lost_nodes_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
