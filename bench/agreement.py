@@ -7,6 +7,7 @@ of its own. All of them share the cores of this machine, on which every rank of 
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections import Counter
@@ -16,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 import torch.distributed as dist
-import xxhash
 from torch.distributed.distributed_c10d import _get_default_store
 
 from bench.benchmark import Bar, Benchmark, Options
-from bench.costs import cpu_s, give_back
+from bench.costs import cpu_s, give_back, scratch
 from bench.layouts import fsdp_layout
 from bench.markdown import about, ours, table
 from bench.runner import measured, messages
@@ -34,9 +35,12 @@ from holdfast.checkpointer.snapshot_messages import ANSWERS, Agreed, MemoryStatu
 from holdfast.control.channel import GROUP_SIZE, Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.envelopes import decoded, encoded
-from holdfast.control.meeting import KeyValueStore, Meeting
+from holdfast.control.key_value_store import KeyValueStore
+from holdfast.control.meeting import Meeting
+from holdfast.control.node_board import NodeBoard
 from holdfast.control.processes import Process
 from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore
+from holdfast.control.unread import UnreadBroadcasts
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.plan.body import RankLayout
@@ -46,7 +50,7 @@ from holdfast.state.flatten import flatten
 T = TypeVar("T")
 
 WORLDS = (64, 512, 2048, 8960)
-ROUNDS, NUM_PLAYERS = 7, 2
+ROUNDS, NUM_PLAYERS, NODE_SIZE = 7, 2, 8
 SECONDS_BAR, MEMORY_BAR_MIB = 1.0, 256.0
 MEMBERS, RUN_ID, TIMEOUT_S = "holdfast", "f" * 32, 300.0
 #: The exchanges of a save into memory, in their order; the last two are those of a first save.
@@ -73,11 +77,14 @@ class PlayedMeeting:
 
     client: dist.Store
     number: int
+    board: NodeBoard
     suffix: str = ""
     processes: dict[int, Process] = field(default_factory=dict)
+    unread: UnreadBroadcasts = field(default_factory=UnreadBroadcasts)
 
     def __post_init__(self) -> None:
-        self.store: KeyValueStore = self._at(f"{MEMBERS}/{self.number}{self.suffix}")
+        self.name = f"{self.number}{self.suffix}"
+        self.store: KeyValueStore = self._at(f"{MEMBERS}/{self.name}")
 
     def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
         """As `Meeting.ask`; no rank that is played can end."""
@@ -89,7 +96,7 @@ class PlayedMeeting:
 
     def in_background(self) -> PlayedMeeting:
         """As `Meeting.in_background`."""
-        return PlayedMeeting(self.client, self.number, "/background", self.processes)
+        return PlayedMeeting(self.client, self.number, self.board, "/background", self.processes)
 
     def leave(self) -> None:
         """As `Meeting.leave`."""
@@ -113,22 +120,12 @@ class Words:
         is_later = step > 0
         return MemoryStatus(before, True, oldest, (), is_later, reached=before, run_id=RUN_ID)
 
-    def describe(self, rank: int, step: int) -> Described:
+    def describe(self, step: int) -> Callable[[int], Described]:
+        """What each rank says of its state, which differs in the values of the rank alone."""
         mine = self.mine.describe(step % NUM_TURNS if self.plan_id else None, plan_id=self.plan_id, alone=False)
-        own = xxhash.xxh3_128_digest(b"rank %d" % rank)
-        return Described(
-            self.layout.digest,
-            b"",
-            mine.turn,
-            mine.compared,
-            mine.values,
-            mine.value_paths,
-            mine.values_nbytes,
-            own,
-            5_000,
-            self.plan_id,
-            {},
-        )
+        like = msgspec.structs.astuple(msgspec.structs.replace(mine, layout=self.layout.digest, columns=b""))
+        before, after = like[:7], (5_000, self.plan_id, {})
+        return lambda rank: Described(*before, rank.to_bytes(16), *after)
 
     def details(self, rank: int, questions: Questions) -> Details:
         body = self.layout.body if rank in questions.bodies else b""
@@ -189,7 +186,7 @@ class Coordinator:
             return planner.ask(descriptions, words.mine)
 
         answer = background.exchange(
-            DESCRIBE, words.describe(0, step), ask, deadline, takes=Described, gives=ANSWERS
+            DESCRIBE, words.describe(step)(0), ask, deadline, takes=Described, gives=ANSWERS
         )
         ends.append(time.monotonic())
         if isinstance(answer, Questions):
@@ -217,8 +214,9 @@ class Coordinator:
 class Player:
     """A process that plays many ranks."""
 
-    def __init__(self, words: Words, ranks: Sequence[int]) -> None:
+    def __init__(self, words: Words, ranks: Sequence[int], memory: Path) -> None:
         self.words = words
+        self._boards = {rank // NODE_SIZE: NodeBoard(memory / str(rank // NODE_SIZE)) for rank in ranks}
         # The first rank of a group waits for the others of its group, so it comes after them.
         self._ranks = sorted(ranks, key=lambda rank: rank % GROUP_SIZE == 0)
         self._client = _get_default_store().clone()
@@ -228,12 +226,12 @@ class Player:
         """Let all ranks agree on a save, and return when each exchange ended."""
         words, deadline = self.words, Deadline(TIMEOUT_S)
         self._number += 1
-        meetings = {rank: PlayedMeeting(self._client, self._number) for rank in self._ranks}
+        meetings = {rank: PlayedMeeting(self._client, self._number, self._boards[rank // NODE_SIZE]) for rank in self._ranks}
         channels, ends = self._channels(meetings, step), []
         answers = self._exchange(channels, MEMORY, lambda rank: words.memory(rank, step), SnapshotRoom, deadline)
         ends.append(time.monotonic())
         background = self._channels({rank: each.in_background() for rank, each in meetings.items()}, step)
-        answers = self._exchange(background, DESCRIBE, lambda rank: words.describe(rank, step), ANSWERS, deadline)
+        answers = self._exchange(background, DESCRIBE, words.describe(step), ANSWERS, deadline)
         ends.append(time.monotonic())
         if isinstance(answers, Questions):
             asked = answers
@@ -267,13 +265,17 @@ class Player:
         return answer
 
 
-def take_part(world: int, rounds: int, queue: Any) -> None:
+def take_part(world: int, rounds: int, memory: Path, queue: Any) -> None:
     """Rank 0 of this process group is rank 0 of the job; the others play an even part of its ranks each."""
     words, me = Words(world), dist.get_rank()
     cuts = [1 + (world - 1) * number // NUM_PLAYERS for number in range(NUM_PLAYERS + 1)]
-    part = Player(words, range(cuts[me - 1], cuts[me])) if me else Coordinator(words)
+    for node in range(me and cuts[me - 1] // NODE_SIZE, me and cuts[me] // NODE_SIZE + 1):
+        (memory / str(node)).mkdir(exist_ok=True)
+    part = Player(words, range(cuts[me - 1], cuts[me]), memory) if me else Coordinator(words)
     server = [psutil.Process(os.getppid())]
     give_back()
+    if me:
+        gc.disable()  # a process of a real job has one rank's objects
     before, used_s, server_s = _held_nbytes(), time.process_time(), cpu_s(server)
     for number in range(WARM_UP, rounds + 1):
         _forget_peak()
@@ -296,7 +298,7 @@ def _figures(every: Sequence[tuple[float, Sequence[float], float]]) -> dict[str,
     """Seconds of a save and of each of its exchanges, from when the first process began to when the last ended."""
     begun_s = min(begun_s for begun_s, _, _ in every)
     ends = [max(each) for each in zip(*(ends for _, ends, _ in every), strict=True)]
-    found = {"seconds": ends[-1] - begun_s, "cpu_s": every[0][2]}
+    found = {"seconds": ends[-1] - begun_s, "cpu_s": every[0][2], "players_cpu_s": sum(each[2] for each in every[1:])}
     for name, start_s, end_s in zip((MEMORY, DESCRIBE, PLAN), (begun_s, *ends), ends, strict=False):
         found[f"{name}_s"] = end_s - start_s
     return found
@@ -322,5 +324,6 @@ def _of_status(name: str) -> int:
 
 def measure_agreement(world: int, options: Options) -> Part:
     scenario = options.scenario(str(world), title=f"{world:,}", world=world, rounds=ROUNDS)
-    samples = list(messages(take_part, world, scenario.rounds, world=NUM_PLAYERS + 1))
+    with scratch(options.memory) as memory:
+        samples = list(messages(take_part, world, scenario.rounds, memory, world=NUM_PLAYERS + 1))
     return measured(scenario, samples, options, contenders=(Contender(OURS),))

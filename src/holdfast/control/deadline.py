@@ -18,6 +18,7 @@ class Deadline:
         self.timeout_s = timeout_s
         self._clock = clock
         self._end_s = clock() + timeout_s
+        self._grace_s = min(max(0.1 * timeout_s, 1.0), 30.0)
 
     @property
     def for_storage_s(self) -> float:
@@ -31,4 +32,4 @@ class Deadline:
         Each grace adds a tenth of the timeout, at least 1 s and at most 30 s. A rank that waits for a rank that itself
         waits for others takes one grace more, so that the rank nearest to the absent ones fails first and names them.
         """
-        return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)
+        return max(self._end_s + graces * self._grace_s - self._clock(), 0.001)
