@@ -11,8 +11,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,25 +21,22 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from bench.benchmark import Bar, Benchmark, Options
+from bench.benchmark import Options
 from bench.costs import cpu_s, give_back, scratch
 from bench.layouts import fsdp_layout
-from bench.markdown import about, ours, table
 from bench.runner import measured, messages
-from bench.schema import OURS, WARM_UP, Contender, Part, Result, Sample
+from bench.schema import OURS, WARM_UP, Contender, Part, Sample
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.plan_messages import Compare, Described, Details, Questions
-from holdfast.agreement.planner import AgreedPlan, Planner
+from holdfast.agreement.planner import AgreedPlan, PlanMemory, Planner
 from holdfast.checkpointer.snapshot_messages import ANSWERS, Agreed, MemoryStatus, SnapshotRoom
 from holdfast.control.channel import GROUP_SIZE, Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.envelopes import decoded, encoded
 from holdfast.control.key_value_store import KeyValueStore
-from holdfast.control.meeting import Meeting
 from holdfast.control.node_board import NodeBoard
-from holdfast.control.processes import Process
-from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore
-from holdfast.control.unread import UnreadBroadcasts
+from holdfast.control.requests import Requests
+from holdfast.control.torch_store import GroupStore, StoreConnection, TorchMeeting
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.plan.body import RankLayout
@@ -71,38 +67,37 @@ class Counted:
         return getattr(self._store, name)
 
 
-@dataclass
-class PlayedMeeting:
-    """The meeting of one of many ranks that one thread plays, with one connection to the store."""
+class NoThread(Requests):
+    """Requests that the caller makes itself: no rank that is played can end."""
 
-    client: dist.Store
-    number: int
-    board: NodeBoard
-    suffix: str = ""
-    processes: dict[int, Process] = field(default_factory=dict)
-    unread: UnreadBroadcasts = field(default_factory=UnreadBroadcasts)
-
-    def __post_init__(self) -> None:
-        self.name = f"{self.number}{self.suffix}"
-        self.store: KeyValueStore = self._at(f"{MEMBERS}/{self.name}")
-
-    def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
-        """As `Meeting.ask`; no rank that is played can end."""
+    def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None] | None = None) -> T:
         return call()
 
-    def announce(self, rank: int, label: str) -> None:
-        """As `Meeting.announce`."""
-        self._at(f"{MEMBERS}/at").set(str(rank), f"{self.number} {label}".encode())
 
-    def in_background(self) -> PlayedMeeting:
-        """As `Meeting.in_background`."""
-        return PlayedMeeting(self.client, self.number, self.board, "/background", self.processes)
+class PlayedConnection(StoreConnection):
+    """The one connection of all ranks that a process plays."""
 
-    def leave(self) -> None:
-        """As `Meeting.leave`."""
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__(store, TIMEOUT_S)
+        self.requests = NoThread()
 
-    def _at(self, prefix: str) -> KeyValueStore:
-        return TorchStore(dist.PrefixStore(prefix, self.client), blocking=True)
+
+class PlayedRank(GroupStore):
+    """One of many ranks that a process plays, on a node with its own board."""
+
+    def __init__(self, store: dist.Store, connection: PlayedConnection, board: NodeBoard) -> None:
+        super().__init__(store)
+        self._played = connection
+        self._node_board = board
+
+    def connection(self, timeout_s: float) -> StoreConnection:
+        return self._played
+
+    def in_background(self, user: object, timeout_s: float) -> StoreConnection:
+        return self._played
+
+    def board(self, members: str) -> NodeBoard:
+        return self._node_board
 
 
 class Words:
@@ -123,9 +118,8 @@ class Words:
     def describe(self, step: int) -> Callable[[int], Described]:
         """What each rank says of its state, which differs in the values of the rank alone."""
         mine = self.mine.describe(step % NUM_TURNS if self.plan_id else None, plan_id=self.plan_id, alone=False)
-        like = msgspec.structs.astuple(msgspec.structs.replace(mine, layout=self.layout.digest, columns=b""))
-        before, after = like[:7], (5_000, self.plan_id, {})
-        return lambda rank: Described(*before, rank.to_bytes(16), *after)
+        like = msgspec.structs.replace(mine, layout=self.layout.digest, columns=b"", own_nbytes=5_000)
+        return lambda rank: msgspec.structs.replace(like, own_paths=rank.to_bytes(16))
 
     def details(self, rank: int, questions: Questions) -> Details:
         body = self.layout.body if rank in questions.bodies else b""
@@ -165,7 +159,7 @@ class Coordinator:
 
     def __init__(self, words: Words) -> None:
         self.words = words
-        self.memory = None
+        self.memory: PlanMemory | None = None
         self.requests = Counter[str]()
         self._job = GroupStore(_get_default_store())
 
@@ -185,9 +179,7 @@ class Coordinator:
         def ask(descriptions: list[Described]) -> Questions | Compare | Agreed:
             return planner.ask(descriptions, words.mine)
 
-        answer = background.exchange(
-            DESCRIBE, words.describe(step)(0), ask, deadline, takes=Described, gives=ANSWERS
-        )
+        answer = background.exchange(DESCRIBE, words.describe(step)(0), ask, deadline, takes=Described, gives=ANSWERS)
         ends.append(time.monotonic())
         if isinstance(answer, Questions):
             asked = answer
@@ -216,37 +208,39 @@ class Player:
 
     def __init__(self, words: Words, ranks: Sequence[int], memory: Path) -> None:
         self.words = words
-        self._boards = {rank // NODE_SIZE: NodeBoard(memory / str(rank // NODE_SIZE)) for rank in ranks}
+        store, boards = _get_default_store(), dict[int, NodeBoard]()
+        connection = PlayedConnection(store)
+        for node in {rank // NODE_SIZE for rank in ranks}:
+            folder = memory / str(node)
+            folder.mkdir(exist_ok=True)
+            boards[node] = NodeBoard(folder)
         # The first rank of a group waits for the others of its group, so it comes after them.
-        self._ranks = sorted(ranks, key=lambda rank: rank % GROUP_SIZE == 0)
-        self._client = _get_default_store().clone()
-        self._number = -1
+        ordered = sorted(ranks, key=lambda rank: rank % GROUP_SIZE == 0)
+        self._ranks = {rank: PlayedRank(store, connection, boards[rank // NODE_SIZE]) for rank in ordered}
 
     def save(self, step: int) -> list[float]:
         """Let all ranks agree on a save, and return when each exchange ended."""
-        words, deadline = self.words, Deadline(TIMEOUT_S)
-        self._number += 1
-        meetings = {rank: PlayedMeeting(self._client, self._number, self._boards[rank // NODE_SIZE]) for rank in self._ranks}
-        channels, ends = self._channels(meetings, step), []
-        answers = self._exchange(channels, MEMORY, lambda rank: words.memory(rank, step), SnapshotRoom, deadline)
-        ends.append(time.monotonic())
-        background = self._channels({rank: each.in_background() for rank, each in meetings.items()}, step)
-        answers = self._exchange(background, DESCRIBE, words.describe(step), ANSWERS, deadline)
-        ends.append(time.monotonic())
-        if isinstance(answers, Questions):
-            asked = answers
-            answers = self._exchange(background, PLAN, lambda rank: words.details(rank, asked), ANSWERS, deadline)
-            self._exchange(background, ROOM, lambda _: b"", bytes, deadline)
-            ends.append(time.monotonic())
-        words.plan_id = answers.plan_id
-        return ends
-
-    def _channels(self, meetings: Mapping[int, Meeting], step: int) -> dict[int, Channel]:
-        world, label = self.words.world, f"save of step {step}"
-        return {
-            rank: Channel(meeting, rank=rank, world_size=world, label=label, step=step)
+        words, deadline, ends = self.words, Deadline(TIMEOUT_S), list[float]()
+        meetings = {
+            rank: TorchMeeting(job, MEMBERS, job.next_number(MEMBERS), deadline=deadline)
+            for rank, job in self._ranks.items()
+        }
+        channels = {
+            rank: Channel(meeting, rank=rank, world_size=words.world, label=f"save of step {step}", step=step)
             for rank, meeting in meetings.items()
         }
+        self._exchange(channels, MEMORY, lambda rank: words.memory(rank, step), SnapshotRoom, deadline)
+        ends.append(time.monotonic())
+        background = {rank: channel.in_background() for rank, channel in channels.items()}
+        answer = self._exchange(background, DESCRIBE, words.describe(step), ANSWERS, deadline)
+        ends.append(time.monotonic())
+        if isinstance(answer, Questions):
+            asked = answer
+            answer = self._exchange(background, PLAN, lambda rank: words.details(rank, asked), ANSWERS, deadline)
+            self._exchange(background, ROOM, lambda _: b"", bytes, deadline)
+            ends.append(time.monotonic())
+        words.plan_id = answer.plan_id
+        return ends
 
     def _exchange(
         self,
@@ -269,8 +263,6 @@ def take_part(world: int, rounds: int, memory: Path, queue: Any) -> None:
     """Rank 0 of this process group is rank 0 of the job; the others play an even part of its ranks each."""
     words, me = Words(world), dist.get_rank()
     cuts = [1 + (world - 1) * number // NUM_PLAYERS for number in range(NUM_PLAYERS + 1)]
-    for node in range(me and cuts[me - 1] // NODE_SIZE, me and cuts[me] // NODE_SIZE + 1):
-        (memory / str(node)).mkdir(exist_ok=True)
     part = Player(words, range(cuts[me - 1], cuts[me]), memory) if me else Coordinator(words)
     server = [psutil.Process(os.getppid())]
     give_back()

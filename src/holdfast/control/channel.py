@@ -13,13 +13,9 @@ Keys of one channel, and the rank that removes each:
 ``alarm``            set by a rank that has failed between two exchanges; rank 0 removes it after the next gather
 ``left``             set by a rank that stopped waiting for rank 0 and goes on to its next operation; never removed
 
-So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind. (In a world of several
-groups, rank 0 removes the last broadcast of an operation in its next one, unless it awaits the readers.) An operation
-that ran into a deadline leaves its last messages, so that a late rank still finds rank 0's verdict.
-
-One store serves all ranks, so in a world of several groups a rank sends it as few requests as it can: it appends its
-contribution, and the mark that it has read a broadcast, without waiting for an answer; and one rank of each node reads
-a broadcast for all of them (`holdfast.control.node_board`).
+So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind. (In a world of
+several groups, rank 0 removes the last broadcast of an operation in its next one, unless it awaits the readers.) An
+operation that ran into a deadline leaves its last messages, so that a late rank still finds rank 0's verdict.
 
 Each rank numbers its operations, and the number is part of their keys. A rank that skipped an operation would stay one
 number behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have
@@ -34,12 +30,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from holdfast.control.broadcasts import Broadcasts, CountedBroadcasts, SharedBroadcasts
 from holdfast.control.channel_errors import (
     is_ahead,
     late,
@@ -61,12 +58,11 @@ from holdfast.control.envelopes import (
     error_wire,
     payload_of,
 )
-from holdfast.control.group_inbox import GroupInbox, record
-from holdfast.control.mailbox import Mailbox, packed
+from holdfast.control.inboxes import GroupInbox, Inbox, KeyedInbox, without_key
 from holdfast.control.key_value_store import KeyValueStore
+from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import Meeting
 from holdfast.control.processes import Process
-from holdfast.control.unread import note_reader
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import (
     DeadlineError,
@@ -74,7 +70,6 @@ from holdfast.errors import (
     HoldfastError,
     StorageError,
     from_wire,
-    to_wire,
 )
 
 #: Ranks per group; worlds that are larger gather in two levels.
@@ -91,8 +86,6 @@ _READ_S: Final = 2.0
 _ALARM: Final = "alarm"
 _ALARM_LOOK_S: Final = 0.5
 _MAX_LOOKS_PER_S: Final = 2000
-#: The longest interval at which the first rank of a group looks for contributions, but in large jobs.
-_LOOK_S: Final = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -102,14 +95,12 @@ R = TypeVar("R")
 
 
 class _Awaited(NamedTuple):
-    """The keys that a rank waits for in a phase, by the rank that should store each, and `obituary`, which makes the
-    message to store for a rank that has ended. Where a rank waits for records under one key, such messages go into
-    `instead`."""
+    """The `ranks` that a rank waits for in a phase. `tell` stores an error in place of what one of them should have
+    stored."""
 
     phase: str
-    keys: dict[int, str]
-    obituary: Callable[[int], msgspec.Struct]
-    instead: dict[int, RankEnvelope] | None = None
+    ranks: Collection[int]
+    tell: Callable[[int, Exception], None]
 
 
 class _OverError(Exception):
@@ -157,8 +148,8 @@ class Channel:
         #: Set by the thread that makes the requests, read by the thread that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
-        #: The gather and the rank of each error of a rank that is given up, where this rank has appended it.
-        self._appended: set[tuple[int, int]] = set()
+        #: The inboxes of other groups, and their gather, in which this rank has told of ranks that are given up.
+        self._told: dict[tuple[int, int], Inbox] = {}
         #: Whether another channel has announced this operation.
         self._is_second = False
         #: The message that made this rank go on to the next number; empty while it never had to.
@@ -341,42 +332,28 @@ class Channel:
             return
         ended = {
             rank
-            for rank in awaited.keys
+            for rank in awaited.ranks
             if (process := self._meeting.processes.get(rank)) is not None and process.has_ended()
         }
         # Only at the second look: a message that a rank sent just before it ended may still be on its way.
         for rank in ended & self._found_ended:
-            if awaited.instead is not None:
-                awaited.instead.setdefault(rank, self._up(awaited.phase, self.members.ended(rank), is_first=False))
-            else:
-                # `claim` leaves a message that the rank did store.
-                self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
+            awaited.tell(rank, self.members.ended(rank))
         self._found_ended = ended
         for rank, error in tuple(self.members.given_up.items()):
-            self._stand_in(rank, self._up(awaited.phase, error, is_first=False), awaited)
-
-    def _stand_in(self, rank: int, contribution: RankEnvelope, awaited: _Awaited) -> None:
-        """Contribute in place of a `rank` that is given up: the first rank of its group waits for it, and may not know
-        that it will not come."""
-        assert self._meeting is not None
-        number, own_key = self._num_gathers - 1, f"up/{self._num_gathers - 1}/{rank}"
-        if awaited.instead is not None and rank in awaited.keys:
-            awaited.instead.setdefault(rank, contribution)
-            return
-        if not self._has_groups:
-            self._meeting.claim(own_key, packed(contribution))
-        elif (number, rank) not in self._appended:
-            self._appended.add((number, rank))
-            self._meeting.append(f"up/{number}/{self._leader_of(rank)}", record(rank, contribution))
-        if awaited.keys.get(rank, own_key) != own_key:
-            self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
+            if rank in awaited.ranks:
+                awaited.tell(rank, error)
+            leader = self._leader_of(rank)
+            if leader != self.rank:
+                # The first rank of its group waits for it, and may not know that it will not come.
+                number = self._num_gathers - 1
+                inbox = self._told.setdefault((number, leader), self._inbox(number, leader))
+                inbox.stand_in(rank, self._up(awaited.phase, error, is_first=False), is_mine=False)
 
     def _catch_up(self, why: str) -> None:
         """Go on to the keys of the next operation, where this rank waits for the others."""
-        assert self._meeting is not None
         self._strayed_why = why
         _log.warning("%s waits for the other ranks to make the same call: %s", self.label, why)
-        self._meeting = self._meeting.next()
+        self._meeting = self._met.next()
         self._num_gathers = self._num_broadcasts = 0
 
     def confirm(self, phase: str, outcome: object, deadline: Deadline) -> None:
@@ -406,10 +383,7 @@ class Channel:
             self._meeting.announce(self.rank, self.label)
         leader = self._leader_of(self.rank)
         if self.rank != leader:
-            if self._has_groups:
-                self._inbox(number, leader).put(self.rank, up)
-            else:
-                self._mailbox.put(f"up/{number}/{self.rank}", up)
+            self._inbox(number, leader).put(self.rank, up)
             return None
         if self.rank != 0:
             self._report_group(number, up, deadline)
@@ -424,60 +398,64 @@ class Channel:
 
     def _report_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> None:
         """Collect and send the contributions of the group whose first rank is this one."""
-        # While this rank waits for its members, rank 0 sees that it has come.
-        self._inbox(number, self.rank).announce(self.rank)
+        if self._members(self.rank)[1:]:
+            # While this rank waits for its members, rank 0 sees that it has come.
+            self._group_inbox(number, self.rank).announce(self.rank)
         self._mailbox.put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
 
     def _collect_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> GroupEnvelope:
         """The contributions of this rank's group, or the ranks that did not contribute in time."""
         members = self._members(self.rank)[1:]
-        keys = [f"up/{number}/{member}" for member in members]
-        inbox = self._inbox(number, self.rank) if self._has_groups else None
-        instead = dict[int, RankEnvelope]()
-        self._await(
-            own.phase,
-            members,
-            keys,
-            lambda rank: self._up(own.phase, self.members.ended(rank), is_first=False),
-            None if inbox is None else instead,
+        if not members:
+            return GroupEnvelope.of([own])
+        inbox = self._inbox(number, self.rank)
+
+        def tell(rank: int, error: Exception) -> None:
+            inbox.stand_in(rank, self._up(own.phase, error, is_first=False), is_mine=True)
+
+        self._awaited = _Awaited(own.phase, members, tell)
+        absent = self._absent(
+            lambda limit_s: inbox.await_all(members, limit_s), deadline.remaining_s(), is_first=number == 0
         )
-        remaining_s, is_first = deadline.remaining_s(), number == 0
-        if inbox is None:
-            absent = self._absent(lambda limit_s: self._without_key(members, keys, limit_s), remaining_s, is_first)
-        else:
-            absent = self._absent(lambda limit_s: inbox.await_all(members, limit_s, instead), remaining_s, is_first)
         if absent:
             return GroupEnvelope.missing(absent)
-        if inbox is None:
-            ups = [own, *(self._mailbox.take(key, RankEnvelope) for key in keys)]
-        else:
-            ups = [own, *inbox.take(members, instead)]
+        ups = [own, *inbox.take(members)]
         self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
         return GroupEnvelope.of(ups)
 
     def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
         """The contributions of all ranks, in rank order. On rank 0 only."""
-        leaders = range(self._group_size, self.world_size, self._group_size)
-        keys = [f"group/{number}/{leader}" for leader in leaders]
-        self._await(phase, leaders, keys, lambda leader: GroupEnvelope.missing([leader]))
-        missing = self._absent(
-            lambda limit_s: self._without_key(leaders, keys, limit_s),
-            deadline.remaining_s(graces=1),
-            is_first=number == 0,
-        )
-        arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
-        groups = [own, *(self._mailbox.take_all(arrived, GroupEnvelope) if arrived else ())]
+        groups = [own]
+        if self._has_groups:
+            groups += self._reports(number, phase, deadline)
         absent = {rank for group in groups for rank in group.absent}
-        for leader in missing:
-            # The group sent no message: its absent ranks have no record. Where none is absent, its first rank stopped
-            # half-way, and is the absent one.
-            here = self._inbox(number, leader).arrived()
-            absent.update([member for member in self._members(leader) if member not in here] or [leader])
         if absent:
             raise self._late(sorted(absent), phase, deadline)
         ups = [up for group in groups for up in group.members()]
         self._learn({rank: up.process for rank, up in enumerate(ups)})
         return ups
+
+    def _reports(self, number: int, phase: str, deadline: Deadline) -> list[GroupEnvelope]:
+        """The contributions, or the absent ranks, of each group but the first."""
+        meeting = self._met
+        leaders = range(self._group_size, self.world_size, self._group_size)
+        keys = {leader: f"group/{number}/{leader}" for leader in leaders}
+
+        def tell(leader: int, _: Exception) -> None:
+            meeting.claim(keys[leader], packed(GroupEnvelope.missing([leader])))
+
+        self._awaited = _Awaited(phase, leaders, tell)
+        missing = self._absent(
+            lambda limit_s: without_key(meeting, keys, limit_s), deadline.remaining_s(graces=1), is_first=number == 0
+        )
+        reports = self._mailbox.take_all([keys[leader] for leader in leaders if leader not in missing], GroupEnvelope)
+        for leader in missing:
+            # The group sent no message: its absent ranks have no record. Where none is absent, its first rank stopped
+            # half-way, and is the absent one.
+            here = self._group_inbox(number, leader).arrived()
+            absent = [rank for rank in self._members(leader) if rank not in here]
+            reports.append(GroupEnvelope.missing(absent or [leader]))
+        return reports
 
     def _compare(self, ups: Sequence[RankEnvelope], phase: str, deadline: Deadline, *, is_first: bool) -> None:
         """Return if all ranks are in the same phase of the same operation as rank 0, which this rank is; else send all
@@ -507,18 +485,22 @@ class Channel:
         """Whether the world consists of several groups."""
         return self.world_size > self._group_size
 
-    def _inbox(self, number: int, leader: int) -> GroupInbox:
+    def _inbox(self, number: int, leader: int) -> Inbox:
         """The inbox of the group whose first rank is `leader`, for gather `number`."""
-        num_groups = self.world_size / self._group_size
-        return GroupInbox(self._shared, f"up/{number}/{leader}", max_pause_s=max(_LOOK_S, num_groups / _MAX_LOOKS_PER_S))
+        if self._has_groups:
+            return self._group_inbox(number, leader)
+        return KeyedInbox(self._met, f"up/{number}")
 
-    def _without_key(self, ranks: Sequence[int], keys: Sequence[str], timeout_s: float) -> list[int]:
-        """The `ranks` whose key did not appear in time."""
-        if not keys or self._shared.wait(keys, timeout_s):
-            return []
-        return [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
+    def _group_inbox(self, number: int, leader: int) -> GroupInbox:
+        num_groups = -(-self.world_size // self._group_size)
+        return GroupInbox(self._met, f"up/{number}/{leader}", num_groups=num_groups)
 
-    def _absent(self, awaited: Callable[[float], list[int]], timeout_s: float, is_first: bool) -> list[int]:
+    @property
+    def _downs(self) -> Broadcasts:
+        kind = SharedBroadcasts if self._has_groups else CountedBroadcasts
+        return kind(self._met, num_readers=self.world_size - 1)
+
+    def _absent(self, awaited: Callable[[float], list[int]], timeout_s: float, *, is_first: bool) -> list[int]:
         """The ranks that have not come in time, as `awaited` finds them, which waits so many seconds for them. In the
         first exchange a rank may have made no call at all, so this warns early which ranks are awaited."""
         early_s = min(timeout_s, _PATIENCE_S) if is_first else timeout_s
@@ -532,76 +514,42 @@ class Channel:
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
         """Broadcast `outcome`; an error concerns the operation of `step` (default: of this channel)."""
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
-        if self._meeting is None or self.world_size == 1:
+        if self.world_size == 1:
             return
-        up, key = self._up(phase, outcome, is_first=number == 0), f"down/{number}"
-        board = self._meeting.board.name if number == 0 and self._has_groups else ""
-        down = Broadcast(*msgspec.structs.astuple(up), board)
-        down = down if step is None else msgspec.structs.replace(down, step=step)
-        num_chunks = self._mailbox.put(key, down)
-        if self._has_groups:
-            self._meeting.unread.remove_read(self._meeting.root, num_readers=self.world_size - 1)
-            self._meeting.unread.note(f"{self._meeting.name}/{key}", num_chunks)
+        up = self._up(phase, outcome, is_first=number == 0)
+        board = self._met.board.name if number == 0 and self._has_groups else ""
+        down = Broadcast(up.phase, up.label, up.step, up.payload, up.error, up.process, board)
+        self._downs.send(number, down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
+        number = self._num_broadcasts - 1
         end_s, pause_s = time.monotonic() + _READ_S, _READ_S / 4000
-        while self._is_unread(f"down/{self._num_broadcasts - 1}") and time.monotonic() < end_s:
+        while self._downs.is_unread(number) and time.monotonic() < end_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _READ_S / 400)
 
-    def _is_unread(self, key: str) -> bool:
-        """Whether some rank may not have read the broadcast `key` yet."""
-        assert self._meeting is not None
-        if self._has_groups:
-            self._meeting.unread.remove_read(self._meeting.root, num_readers=self.world_size - 1)
-            return self._meeting.unread.has(f"{self._meeting.name}/{key}")
-        # The last reader removes both keys, the count of readers last.
-        return self._shared.check(key) or self._shared.check(f"{key}/read")
-
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
-        key = f"down/{number}"
-        self._await(
-            phase,
-            [0],
-            [key],
-            lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(self.members.ended(rank))),
-        )
-        data = self._read_down(key, deadline)
+        meeting, downs = self._met, self._downs
+
+        def tell(_: int, error: Exception) -> None:
+            meeting.claim(f"down/{number}", packed(Broadcast(phase, self.label, self._step, b"", error_wire(error))))
+
+        self._awaited = _Awaited(phase, (0,), tell)
+        data = downs.read(number, deadline.remaining_s(graces=2))
         if data is None:
             missed = self._late([0], phase, deadline)
             self._shared.set("left", b"")
             raise missed
         down = decode_msgpack(data, Broadcast)
         self._learn({0: down.process})
-        if down.board and self._meeting is not None:
-            self._meeting.board.join(down.board)
+        if down.board:
+            meeting.board.join(down.board)
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError(down.error.message)
         if down.error is None and (down.phase, down.label) != (phase, self.label):
             raise out_of_step(self.rank, self._what(phase), what(down.phase, down.label), self.members)
         return down
-
-    def _read_down(self, key: str, deadline: Deadline) -> bytes | None:
-        """The broadcast `key`, and the note that this rank has read it; None where it did not come in time."""
-        assert self._meeting is not None
-        if self._has_groups:
-            name, limit_s = f"{self._meeting.name}/{key}", deadline.remaining_s(graces=2)
-            found = self._meeting.board.read(name, lambda: self._fetch_down(key, deadline), limit_s)
-            if found is not None:
-                note_reader(self._shared, key)
-            return found
-        if not self._shared.wait([key], deadline.remaining_s(graces=2)):
-            return None
-        num_chunks, data = self._mailbox.read(key)
-        if self._shared.add(f"{key}/read", 1) == self.world_size - 1:
-            self._mailbox.remove(key, num_chunks)
-            self._shared.delete(f"{key}/read")
-        return data
-
-    def _fetch_down(self, key: str, deadline: Deadline) -> bytes | None:
-        is_there = self._shared.wait([key], deadline.remaining_s(graces=2))
-        return self._mailbox.read(key)[1] if is_there else None
 
     def _is_past(self, down: Broadcast, error: ErrorWire) -> bool:
         """Whether the first error that this rank receives concerns an operation that it skipped."""
@@ -614,24 +562,12 @@ class Channel:
     def _tries_rank_0_again(self) -> bool:
         """Whether rank 0 has entered the same operation again, or does so within `_TOGETHER_S`: ranks try again
         together."""
-        assert self._meeting is not None
         end_s = time.monotonic() + _TOGETHER_S
-        while not self._meeting.has_come_again(0, self.label):
+        while not self._met.has_come_again(0, self.label):
             if time.monotonic() > end_s:
                 return False
             time.sleep(_TOGETHER_S / 20)
         return True
-
-    def _await(
-        self,
-        phase: str,
-        ranks: Sequence[int],
-        keys: Sequence[str],
-        obituary: Callable[[int], msgspec.Struct],
-        instead: dict[int, RankEnvelope] | None = None,
-    ) -> None:
-        """Note the `keys` that this rank is about to wait for."""
-        self._awaited = _Awaited(phase, dict(zip(ranks, keys, strict=True)), obituary, instead)
 
     def _learn(self, processes: dict[int, Process | None]) -> None:
         """Remember the process of each rank that reported one."""
@@ -639,9 +575,13 @@ class Channel:
             self._meeting.processes.update({rank: process for rank, process in processes.items() if process})
 
     @property
-    def _shared(self) -> KeyValueStore:
+    def _met(self) -> Meeting:
         assert self._meeting is not None, "a world of one sends no messages"
-        return self._meeting.store
+        return self._meeting
+
+    @property
+    def _shared(self) -> KeyValueStore:
+        return self._met.store
 
     @property
     def _mailbox(self) -> Mailbox:
@@ -655,6 +595,5 @@ class Channel:
         return what(phase, self.label)
 
     def _late(self, absent: list[int], phase: str, deadline: Deadline) -> DeadlineError:
-        assert self._meeting is not None
-        strayed = told_of(absent, self._meeting.whereabouts, self.members, label=self.label)
+        strayed = told_of(absent, self._met.whereabouts, self.members, label=self.label)
         return late(absent, self._what(phase), deadline.timeout_s, strayed, self.members)

@@ -66,9 +66,9 @@ class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Broadcast(RankEnvelope, frozen=True, array_like=True):
-    """A message of rank 0 to all ranks. The first one of an operation carries the process of rank 0, and the name of the
-    `board` of each node. An error concerns the operation of `step`, which may be earlier than the operation that rank 0
-    is in."""
+    """A message of rank 0 to all ranks. The first one of an operation carries the process of rank 0, and the name of
+    the `board` of each node. An error concerns the operation of `step`, which may be earlier than the operation that
+    rank 0 is in."""
 
     board: str = ""
 

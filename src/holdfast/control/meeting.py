@@ -38,8 +38,8 @@ class Meeting(Protocol):
 
     @property
     def unread(self) -> UnreadBroadcasts:
-        """The broadcasts of this rank, if it is rank 0, that some rank may not have read; kept from one operation to the
-        next."""
+        """The broadcasts of this rank, if it is rank 0, that some rank may not have read; kept from one operation to
+        the next."""
 
     @property
     def processes(self) -> dict[int, Process]:

@@ -1,8 +1,8 @@
 """A board on which the ranks of one node show each other what they have read in the store that all ranks share.
 
-In a large world, every rank of a node needs the same broadcast. The rank that holds the lock of a notice reads it in the
-store, and posts it; the others find it on the board. The lock ends with the process that holds it, so another rank then
-reads instead.
+In a large world, every rank of a node needs the same broadcast. The rank that holds the lock of a notice reads it in
+the store, and posts it; the others find it on the board. The lock ends with the process that holds it, so another rank
+then reads instead.
 
 The board is a cache and nothing else. A rank that finds no notice, or no board, reads in the store itself: ranks whose
 containers share no memory, whatever failed on the board, and ranks whose notice another one has removed. So anybody of
@@ -34,6 +34,8 @@ _OLD_BOARD_S: Final = 3600.0
 _PAUSE_SHARE: Final = 1 / 16
 _MIN_PAUSE_S: Final = 0.0005
 _MAX_PAUSE_S: Final = 0.02
+#: Stores take 0 as "no limit".
+_LEAST_S: Final = 0.001
 
 _LOCK: Final = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 #: Most notices have fewer bytes, and so cost one request.
@@ -72,11 +74,11 @@ class NodeBoard:
             return
         self._folder = folder
 
-    def read(self, key: str, fetch: Callable[[], bytes | None], timeout_s: float) -> bytes | None:
+    def read(self, key: str, fetch: Callable[[float], bytes | None], timeout_s: float) -> bytes | None:
         """The value of `key` in the store, which never changes there. One rank of this node calls `fetch`, which waits
-        for it; the others wait for that rank, up to `timeout_s`. Returns None where `fetch` does, or at the end."""
+        for it so many seconds; the others wait for that rank. Returns None where it did not come in `timeout_s`."""
         if self._folder is None:
-            return fetch()
+            return fetch(timeout_s)
         notice = f"{self._folder}/{key.replace('/', '.')}"
         start_s = time.monotonic()
         while True:
@@ -87,10 +89,10 @@ class NodeBoard:
                 lock = self._locked(notice)
             except OSError as error:
                 _log.debug("this rank reads in the store itself: %s", error)
-                return fetch()
-            if lock is not None:
-                return self._fetched(notice, fetch, lock)
+                return fetch(max(timeout_s - (time.monotonic() - start_s), _LEAST_S))
             waited_s = time.monotonic() - start_s
+            if lock is not None:
+                return self._fetched(notice, lock, fetch, max(timeout_s - waited_s, _LEAST_S))
             if waited_s >= timeout_s:
                 return None
             pause_s = min(max(_PAUSE_SHARE * waited_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
@@ -109,7 +111,7 @@ class NodeBoard:
         try:
             fd = os.open(f"{notice}.lock", _LOCK, 0o600)
         except FileNotFoundError:  # another rank has removed the board
-            os.mkdir(os.path.dirname(notice), 0o700)
+            Path(notice).parent.mkdir(mode=0o700)
             fd = os.open(f"{notice}.lock", _LOCK, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,14 +122,16 @@ class NodeBoard:
             raise
         return fd
 
-    def _fetched(self, notice: str, fetch: Callable[[], bytes | None], lock: int) -> bytes | None:
+    def _fetched(
+        self, notice: str, lock: int, fetch: Callable[[float], bytes | None], timeout_s: float
+    ) -> bytes | None:
         """The value of a notice whose `lock` this rank has."""
         try:
             with suppress(OSError):  # the lock's last holder may have posted it, and released it, just now
                 data = _posted(notice)
                 if data is not None:
                     return data
-            data = fetch()
+            data = fetch(timeout_s)
             if data is not None:
                 self._post(notice, data)
             return data
@@ -137,9 +141,9 @@ class NodeBoard:
     def _post(self, notice: str, data: bytes) -> None:
         assert self._folder is not None
         try:
-            with open(f"{notice}.new", "wb") as file:
-                file.write(data)
-            os.rename(f"{notice}.new", notice)
+            new = Path(f"{notice}.new")
+            new.write_bytes(data)
+            new.rename(notice)
             if time.monotonic() - self._cleaned_s > _OLD_NOTICE_S:
                 self._cleaned_s = time.monotonic()
                 _remove_older(self._folder, _OLD_NOTICE_S)
@@ -179,4 +183,4 @@ def _remove_older(folder: Path, age_s: float) -> None:
                 if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
-                    os.unlink(entry)
+                    Path(entry).unlink()

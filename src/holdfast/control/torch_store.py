@@ -63,7 +63,7 @@ class TorchStore:
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """The values of `keys`, which exist."""
         try:
-            if self._store.has_extended_api():
+            if self._store.has_extended_api():  # type: ignore[attr-defined]  # the stubs lack it
                 return self._store.multi_get(list(keys)) if keys else []
             return [self._store.get(key) for key in keys]
         except dist.DistError as error:
@@ -72,8 +72,8 @@ class TorchStore:
     def append(self, key: str, value: bytes) -> None:
         """Add `value` to the end of the value of `key` (empty at first), atomically."""
         try:
-            if self._store.has_extended_api():
-                self._store.append(key, value)  # type: ignore[arg-type]
+            if self._store.has_extended_api():  # type: ignore[attr-defined]  # the stubs lack it, and `append`
+                self._store.append(key, value)  # type: ignore[attr-defined]
                 return
             while True:  # torch's FileStore cannot append
                 before = self._store.get(key) if self._store.check([key]) else b""
@@ -249,13 +249,17 @@ class TorchMeeting:
         self.name = f"{number}" + ("/background" if background else "")
         self._prefix = f"{members}/{self.name}"
         self.store: KeyValueStore = self._at(self._prefix)
-        self.root: KeyValueStore = self._at(members)
         self._places = self._at(f"{members}/at")
 
     @property
     def processes(self) -> dict[int, Process]:
         """As `Meeting.processes`."""
         return self._job.processes(self._members)
+
+    @property
+    def root(self) -> KeyValueStore:
+        """As `Meeting.root`."""
+        return self._at(self._members)
 
     @property
     def board(self) -> NodeBoard:

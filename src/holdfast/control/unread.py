@@ -1,8 +1,4 @@
-"""The broadcasts of rank 0 in a large world that some rank may not have read yet.
-
-Each reader appends a mark under a key, and waits for no answer of the store. The length of the value says how many ranks
-have read a broadcast. Rank 0 removes it when all have.
-"""
+"""The broadcasts that rank 0 of a large world has made, and that some rank may not have read yet."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.mailbox import Mailbox
 
 _MARK: Final = b"."
-#: Rank 0 forgets older ones. Ranks that never came have not read them: those of an operation that failed.
+#: Rank 0 forgets older ones. These are of operations that failed: ranks that never came read nothing.
 _MAX_NOTED: Final = 16
 
 
@@ -42,22 +38,18 @@ class UnreadBroadcasts:
             try:
                 noted = self._noted.popleft()
             except IndexError:
-                return  # another thread has it
-            if _num_read(store, noted.key) < num_readers:
+                return  # another thread looks at it
+            marks = _marks(noted.key)
+            if not store.check(marks) or len(store.get(marks)) < num_readers:
                 self._noted.append(noted)
                 continue
             Mailbox(store).remove(noted.key, noted.num_chunks)
-            store.delete(_marks(noted.key))
+            store.delete(marks)
 
 
-def note_reader(store: KeyValueStore, key: str) -> None:
-    """Note that the calling rank has read the broadcast `key`."""
+def mark_read(store: KeyValueStore, key: str) -> None:
+    """Mark that the calling rank has read the broadcast `key`."""
     store.append(_marks(key), _MARK)
-
-
-def _num_read(store: KeyValueStore, key: str) -> int:
-    marks = _marks(key)
-    return len(store.get(marks)) if store.check(marks) else 0
 
 
 def _marks(key: str) -> str:
