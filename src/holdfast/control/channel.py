@@ -148,7 +148,7 @@ class Channel:
         #: Set by the thread that makes the requests, read by the thread that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
-        #: The inboxes of other groups, and their gather, in which this rank has told of ranks that are given up.
+        #: By gather and first rank: the inboxes of other groups in which this rank has told of ranks that are given up.
         self._told: dict[tuple[int, int], Inbox] = {}
         #: Whether another channel has announced this operation.
         self._is_second = False
@@ -354,6 +354,7 @@ class Channel:
         self._strayed_why = why
         _log.warning("%s waits for the other ranks to make the same call: %s", self.label, why)
         self._meeting = self._met.next()
+        self._told.clear()
         self._num_gathers = self._num_broadcasts = 0
 
     def confirm(self, phase: str, outcome: object, deadline: Deadline) -> None:
@@ -542,7 +543,8 @@ class Channel:
             self._shared.set("left", b"")
             raise missed
         down = decode_msgpack(data, Broadcast)
-        self._learn({0: down.process})
+        if down.process is not None:
+            meeting.processes[0] = down.process
         if down.board:
             meeting.board.join(down.board)
         if number == 0 and down.error is not None and self._is_past(down, down.error):

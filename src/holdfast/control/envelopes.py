@@ -33,8 +33,8 @@ class RankEnvelope(msgspec.Struct, frozen=True, array_like=True):
 class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
     """The contributions that the first rank of a group collected, in rank order, or the ranks that were `absent`.
 
-    Most contributions differ in nothing but their payloads from `first`, which is that of the first rank; `others` are
-    those that differ, by their index."""
+    Most contributions differ in nothing but their payloads from `first`, which is that of the first rank; so `payloads`
+    has those of the other ranks. `others` are the contributions that do differ, by their index."""
 
     first: RankEnvelope | None
     payloads: tuple[bytes, ...]
@@ -45,9 +45,12 @@ class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
     def of(ups: Sequence[RankEnvelope]) -> GroupEnvelope:
         """The contributions of all ranks of a group. Only that of the first rank keeps its process."""
         first = ups[0]
-        others = {number: up for number, up in enumerate(ups) if not up.is_like(first)}
-        others = {number: msgspec.structs.replace(up, process=None) for number, up in others.items() if number}
-        return GroupEnvelope(first, tuple(up.payload for up in ups), others, ())
+        others = {
+            number: msgspec.structs.replace(up, process=None)
+            for number, up in enumerate(ups)
+            if number and not up.is_like(first)
+        }
+        return GroupEnvelope(first, tuple(up.payload for up in ups[1:]), others, ())
 
     @staticmethod
     def missing(ranks: Sequence[int]) -> GroupEnvelope:
@@ -59,8 +62,8 @@ class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
         if self.first is None:
             return []
         phase, label, step = self.first.phase, self.first.label, self.first.step
-        every = [RankEnvelope(phase, label, step, payload, None) for payload in self.payloads]
-        for number, other in {0: self.first, **self.others}.items():
+        every = [self.first, *(RankEnvelope(phase, label, step, payload, None) for payload in self.payloads)]
+        for number, other in self.others.items():
             every[number] = other
         return every
 

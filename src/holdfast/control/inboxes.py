@@ -84,7 +84,7 @@ class GroupInbox:
     def __init__(self, meeting: Meeting, key: str, *, num_groups: int) -> None:
         self._meeting = meeting
         self._key = key
-        self._max_pause_s = max(_MAX_PAUSE_S, num_groups / _MAX_LOOKS_PER_S)
+        self._num_groups = num_groups
         #: What another thread has contributed.
         self._instead: dict[int, RankEnvelope] = {}
 
@@ -106,14 +106,14 @@ class GroupInbox:
 
     def await_all(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """As `Inbox.await_all`."""
-        start_s = time.monotonic()
+        start_s, max_pause_s = time.monotonic(), max(_MAX_PAUSE_S, self._num_groups / _MAX_LOOKS_PER_S)
         while True:
             arrived = self._records()
             absent = [rank for rank in ranks if rank not in arrived and rank not in self._instead]
             waited_s = time.monotonic() - start_s
             if not absent or waited_s >= timeout_s:
                 return absent
-            pause_s = min(max(_PAUSE_SHARE * waited_s, _MIN_PAUSE_S), self._max_pause_s)
+            pause_s = min(max(_PAUSE_SHARE * waited_s, _MIN_PAUSE_S), max_pause_s)
             time.sleep(min(pause_s, timeout_s - waited_s))
 
     def take(self, ranks: Sequence[int]) -> list[RankEnvelope]:

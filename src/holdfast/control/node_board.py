@@ -34,6 +34,8 @@ _OLD_BOARD_S: Final = 3600.0
 _PAUSE_SHARE: Final = 1 / 16
 _MIN_PAUSE_S: Final = 0.0005
 _MAX_PAUSE_S: Final = 0.02
+#: Time after which a rank reads in the store itself: the process that reads for it may be stopped.
+_PATIENCE_S: Final = 30.0
 #: Stores take 0 as "no limit".
 _LEAST_S: Final = 0.001
 
@@ -76,7 +78,8 @@ class NodeBoard:
 
     def read(self, key: str, fetch: Callable[[float], bytes | None], timeout_s: float) -> bytes | None:
         """The value of `key` in the store, which never changes there. One rank of this node calls `fetch`, which waits
-        for it so many seconds; the others wait for that rank. Returns None where it did not come in `timeout_s`."""
+        for it so many seconds; the others wait for that rank, but no longer than `_PATIENCE_S`. Returns None where the
+        value did not come in `timeout_s`."""
         if self._folder is None:
             return fetch(timeout_s)
         notice = f"{self._folder}/{key.replace('/', '.')}"
@@ -93,8 +96,8 @@ class NodeBoard:
             waited_s = time.monotonic() - start_s
             if lock is not None:
                 return self._fetched(notice, lock, fetch, max(timeout_s - waited_s, _LEAST_S))
-            if waited_s >= timeout_s:
-                return None
+            if waited_s >= min(timeout_s, _PATIENCE_S):
+                return fetch(max(timeout_s - waited_s, _LEAST_S))
             pause_s = min(max(_PAUSE_SHARE * waited_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
             time.sleep(min(pause_s, timeout_s - waited_s))
 
@@ -111,7 +114,7 @@ class NodeBoard:
         try:
             fd = os.open(f"{notice}.lock", _LOCK, 0o600)
         except FileNotFoundError:  # another rank has removed the board
-            Path(notice).parent.mkdir(mode=0o700)
+            Path(notice).parent.mkdir(mode=0o700, exist_ok=True)
             fd = os.open(f"{notice}.lock", _LOCK, 0o600)
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,10 +180,10 @@ def _make_private(folder: Path) -> None:
 
 def _remove_older(folder: Path, age_s: float) -> None:
     """Remove what nobody has changed in `folder` for `age_s`."""
-    for entry in os.scandir(folder):
+    for path in folder.iterdir():
         with suppress(FileNotFoundError):
-            if time.time() - entry.stat(follow_symlinks=False).st_mtime > age_s:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry, ignore_errors=True)
+            if time.time() - path.lstat().st_mtime > age_s:
+                if stat.S_ISDIR(path.lstat().st_mode):
+                    shutil.rmtree(path, ignore_errors=True)
                 else:
-                    Path(entry).unlink()
+                    path.unlink()

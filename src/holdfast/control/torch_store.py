@@ -249,7 +249,6 @@ class TorchMeeting:
         self.name = f"{number}" + ("/background" if background else "")
         self._prefix = f"{members}/{self.name}"
         self.store: KeyValueStore = self._at(self._prefix)
-        self._places = self._at(f"{members}/at")
 
     @property
     def processes(self) -> dict[int, Process]:
@@ -310,12 +309,16 @@ class TorchMeeting:
         """As `Meeting.leave`."""
         self._connection.let_go(self)
 
+    @property
+    def _places(self) -> TorchStore:
+        return self._at(f"{self._members}/at")
+
     def _place(self, rank: int) -> tuple[int, str] | None:
         """The number and the label of the last operation that `rank` entered; None before its first."""
-        key = str(rank)
-        if not self._places.check(key):
+        key, places = str(rank), self._places
+        if not places.check(key):
             return None
-        number, _, label = self._places.get(key).decode().partition(" ")
+        number, _, label = places.get(key).decode().partition(" ")
         return int(number), label
 
     def _at(self, prefix: str) -> TorchStore:
