@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -97,17 +98,15 @@ class Truth:
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self._parts = {
-            (rank, world_size): Training(numel, rank=rank, world_size=world_size)
-            for world_size in (1, WORLD_SIZE)
-            for rank in range(world_size)
-        }
-        self._digests: dict[tuple[int, int], list[str]] = {key: [] for key in self._parts}
+        self._parts: dict[tuple[int, int], Training] = {}
+        self._digests = defaultdict[tuple[int, int], list[str]](list)
 
     def digest(self, step: int, *, rank: int = 0, world_size: int = 1) -> str:
         """The digest of the state of `rank` at `step`."""
         key = rank, world_size
         digests = self._digests[key]
+        if key not in self._parts:
+            self._parts[key] = Training(self.numel, rank=rank, world_size=world_size)
         while len(digests) <= step:
             self._parts[key].step(len(digests))
             digests.append(self._parts[key].digest())
@@ -138,6 +137,8 @@ class Spec:
     node_dirs: tuple[Path, ...]
     log: Path
     port: int = 0
+    host: str = HOST
+    world_size: int = WORLD_SIZE
     numel: int = NUMEL
     stop: int = 10**9
     pauses: Mapping[int, Literal["staged", "durable"]] = field(default_factory=dict)
@@ -159,11 +160,18 @@ class Spec:
 
 def train(spec: Spec, rank: int) -> None:
     """The function of a rank's process: train and save."""
+    store = dist.TCPStore(spec.host, spec.port, is_master=False)
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=spec.world_size, timeout=timeout)
+    train_in_group(spec)
+
+
+def train_in_group(spec: Spec) -> None:
+    """Train and save as a rank of the default process group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     log, who = Log(spec.log), f"rank-{rank}"
     log.enter(who)
-    store = dist.TCPStore(HOST, spec.port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30))
-    training = Training(spec.numel, rank=rank, world_size=WORLD_SIZE)
+    training = Training(spec.numel, rank=rank, world_size=world_size)
     memory = Memory(node_dir=spec.node_dir(rank), generations=spec.generations)
     with traced(log, who, spec.deeds):
         told = _Told(log, who)
@@ -180,7 +188,8 @@ def train(spec: Spec, rank: int) -> None:
                 if spec.begins == "restoring":
                     report = checkpointer.restore()
                     begin = report.next_step
-                    log.tell(who, "restored", step=report.step, tier=report.tier, digest=training.digest())
+                    digest = training.digest()
+                    log.tell(who, "restored", step=report.step, tier=report.tier, digest=digest, world_size=world_size)
                 for step in range(begin, spec.stop):
                     training.step(step)
                     told.look()

@@ -29,8 +29,9 @@ from tests.faults.attacks.confined import CPU_S, Confined, Verdict
 from tests.faults.attacks.victim import NODES
 from tests.format.test_manifest import small_manifest
 from tests.format.test_records import COMMIT, EPOCH
+from tests.peers.test_peer_messages import REPLIES, REQUESTS
 
-KINDS = ("manifest", "values", "entry", "marker", "epoch", "seal", "commit", "sequence", "name")
+KINDS = ("manifest", "values", "entry", "marker", "epoch", "seal", "commit", "sequence", "name", "request", "reply")
 #: Inputs are at most so large: a reader's time and memory may grow with the bytes that an attacker really stored.
 MAX_NBYTES = 64 << 10
 BUDGET = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -78,6 +79,8 @@ def seeds() -> dict[str, list[Tree]]:
         "seal": [plain(SEAL)],
         "commit": [plain(COMMIT)],
         "sequence": [plain([numbers[0], b""]), plain([numbers[1], b""]), plain([numbers[2], b"\0\1\2"])],
+        "request": [plain(request) for request in REQUESTS],
+        "reply": [plain(reply) for reply in REPLIES],
         "name": ["a/b", "a/%int=3/%float=0x1.8p+1", "%bytes=00ff/%none/%rank=3"],
     }
 
@@ -90,7 +93,7 @@ def bytes_of(kind: str, tree: Tree) -> bytes:
     """A tree as bytes whose digests are right. Raises `ValueError` and its kin for what no encoder can write."""
     if kind == "manifest":
         return framed(msgspec.msgpack.encode(tree), BLOB)
-    if kind in ("values", "sequence"):
+    if kind in ("values", "sequence", "request", "reply"):
         return msgspec.msgpack.encode(tree)
     if kind == "entry":
         table = msgspec.msgpack.encode(tree)
@@ -296,6 +299,8 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
         "commit",
         lambda: bytes_of("commit", SEEDS["commit"][0] | {"checkpoint": "9" * 9000}),
     ),
+    "a job of many files": ("request", lambda: msgspec.msgpack.encode(["NoteProtected", "0" * 16, [7] * 1_000_000])),
+    "nested lists": ("reply", lambda: msgspec.msgpack.encode(["Sent", nested(900)])),
     "digits": ("commit", lambda: signed(b'{"holdfast":"commit","reader_features":[],"x":' + b"9" * 900_000)),
 }
 

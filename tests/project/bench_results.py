@@ -172,6 +172,17 @@ def prune_result(*, busy_max_s: float = 0.0125) -> Result:
     return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
 
 
+def parity_result(*, encode_s: float = 0.2) -> Result:
+    """Parity for one loss and for two, made in `encode_s` where a memcpy takes 0.1 s."""
+    seconds = {"memcpy": 0.1, "encode": encode_s, "rebuild, one lost": 0.125}
+    parts = []
+    for name, losses in (("3+1", 1), ("4+2", 2)):
+        each = {**seconds, "rebuild, two lost": 0.25} if losses == 2 else seconds
+        taken = [Sample(contender, 1, {"seconds": (second,)}) for contender, second in each.items()]
+        parts.append(part(name, taken, world=1, facts={"losses": losses}))
+    return Result("parity", tuple(parts))
+
+
 def data_result() -> Result:
     taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
     parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))

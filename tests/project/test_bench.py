@@ -26,6 +26,7 @@ from bench.costs import Watch
 from bench.front import render_chart, render_front
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
+from bench.parity import PARITY
 from bench.plan import PLAN
 from bench.prune import PRUNE
 from bench.raw import RAW_WAYS, RawImage, RawWay
@@ -46,6 +47,7 @@ from tests.project.bench_results import (
     load_part,
     load_result,
     objects_result,
+    parity_result,
     part,
     plan_result,
     prune_result,
@@ -74,6 +76,7 @@ FOUND = {
         data_result(),
         events_result(),
         objects_result(),
+        parity_result(),
     )
 }
 
@@ -88,6 +91,16 @@ def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
     (missed,) = PRUNE.judged(prune_result(busy_max_s=0.0151)).values()
     assert not missed.met
     assert "| 1,000 checkpoints | 5.10 | 7.00 | 12.50 |" in PRUNE.render(prune_result())
+
+
+def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -> None:
+    assert all(bar.met for bar in PARITY.judged(parity_result()).values())
+    slow = PARITY.judged(parity_result(encode_s=0.25))
+    assert {what: bar.met for what, bar in slow.items()} == {
+        "parity of 3+1, of memcpy": False,
+        "parity of 4+2, of memcpy": True,
+    }
+    assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:

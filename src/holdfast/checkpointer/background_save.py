@@ -156,6 +156,7 @@ class BackgroundSave:
 
         begun_s = time.perf_counter()
         self.channel.confirm("memory", attempt(prepare), self.deadline)
+        self.stager.meet_peers(share, self.channel, self.deadline)
         self.machine.have_memory(time.perf_counter() - begun_s)
 
     def _flat(self) -> FlatState:

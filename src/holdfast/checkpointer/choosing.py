@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
+from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -31,12 +32,18 @@ from holdfast.run.history import Run
 from holdfast.store.base import Store
 
 _log = logging.getLogger(__name__)
+#: The tiers of nodes, as reports name them.
+_TIERS: Final[Mapping[NodeTier, Tier]] = {
+    NodeTier.NODE_MEMORY: "node memory",
+    NodeTier.PEER_MEMORY: "peer memory",
+    NodeTier.NODE_DISK: "node disk",
+}
 
 
 class HeldFile(msgspec.Struct, frozen=True, array_like=True):
-    """A whole data file in the memory of a node, or `on_disk`, on its disk. It belongs to the run `run_id`, and to the
-    epoch that was opened with `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its
-    rank; for one on a disk, those of any rank."""
+    """A whole data file on a node, in its `tier`. It belongs to the run `run_id`, and to the epoch that was opened with
+    `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its rank; for one on a disk,
+    those of any rank."""
 
     run_id: str
     incarnation: str
@@ -48,15 +55,20 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     is_committed: bool
     has_trainer: bool
-    on_disk: bool = False
+    tier: NodeTier = NodeTier.NODE_MEMORY
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it lies on a disk of the node."""
+        return self.tier is NodeTier.NODE_DISK
 
 
 class DamagedCopy(NamedTuple):
-    """A copy of file `name` of a checkpoint that a restore has found damaged: in memory, or `on_disk`."""
+    """A copy of file `name` of a checkpoint that a restore has found damaged in a tier."""
 
     checkpoint_id: str
     name: str
-    on_disk: bool
+    tier: NodeTier
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
@@ -88,10 +100,11 @@ class Clearing(NamedTuple):
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
-    (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. `on_disk`: some
-    nodes have files of it on their disks. `tier` is the farthest of the nearest copies. `manifest` is for nodes that
-    hold no file of the checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has
-    no checkpoint of the run yet.
+    (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. Of the files
+    `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in other tiers of
+    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest of the nearest
+    copies. `manifest` is for nodes that hold no file of the checkpoint and so lack its manifest; empty if there is no
+    such node. With `is_all`, storage has no checkpoint of the run yet.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -109,7 +122,8 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     let_go: tuple[str, ...] = ()
     earlier_resumes: int = 0
     in_run: tuple[int, ...] = ()
-    on_disk: bool = False
+    copied: tuple[int, ...] = ()
+    has_more: bool = False
     tier: Tier = "node memory"
 
 
@@ -122,7 +136,7 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = ()) -> Inventory:
     """The inventory of this node's `slots`, and of the `parts` of checkpoints on its disks."""
     # First, because a slot that a trainer is just filling may be complete a moment later.
-    is_filling = any(slot.state == SlotState.WRITING and not _is_of_dead(slot) for slot in slots)
+    is_filling = any(slot.state == SlotState.WRITING and not slot.is_copy and not _is_of_dead(slot) for slot in slots)
     held = []
     known: dict[str, Generation] = {}
     for slot in slots:
@@ -143,7 +157,8 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPar
                         part.nbytes,
                         digest,
                         record.state == SlotState.COMMITTED,
-                        has_trainer(folder, slot.rank),
+                        not slot.is_copy and has_trainer(folder, slot.rank),
+                        NodeTier.PEER_MEMORY if slot.is_copy else NodeTier.NODE_MEMORY,
                     )
                     for part, digest in zip(contents.files, record.digests, strict=False)
                 ]
@@ -163,7 +178,7 @@ def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
                 *(part.run_id, about.incarnation, id_, part.place, about.step, number, seal.nbytes, seal.digest),
                 is_committed,
                 has_trainers,
-                on_disk=True,
+                NodeTier.NODE_DISK,
             )
             for number, seal in part.held_files()
         ]
@@ -197,10 +212,10 @@ def known_of(folder: NodeFolder, parts: Mapping[str, DiskPart], unknown: Unknown
 
 
 class _Copy(NamedTuple):
-    """A copy of a data file on a node: its entry in a seal, and whether it lies on the node's disk."""
+    """A copy of a data file on a node: its entry in a seal, and its tier."""
 
     seal: FileSeal
-    on_disk: bool
+    tier: NodeTier
 
 
 class _WholeCheckpoint(NamedTuple):
@@ -212,9 +227,19 @@ class _WholeCheckpoint(NamedTuple):
     files: Sequence[Mapping[str, _Copy]]
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether the memory of some node has each file."""
-        return all(holders and not _nearest(holders)[1].on_disk for holders in self.files)
+    def tier(self) -> Tier:
+        """The farthest tier that a file is read from. Files that no node has came to the run from a disk."""
+        tiers = {_nearest(holders)[1].tier if holders else NodeTier.NODE_DISK for holders in self.files}
+        return _TIERS[max(tiers, key=lambda tier: tier.distance)]
+
+    @property
+    def copied(self) -> tuple[int, ...]:
+        """The numbers of the files of which only copies on other nodes than their owners' are left."""
+        return tuple(
+            number
+            for number, holders in enumerate(self.files)
+            if holders and _nearest(holders)[1].tier is NodeTier.PEER_MEMORY
+        )
 
 
 class Survey:
@@ -304,8 +329,11 @@ class Survey:
                     given_up=(*given_up, *damaged),
                     let_go=let_go,
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
-                    on_disk=checkpoint_id in on_disk,
-                    tier="node memory" if whole.is_in_memory else "node disk",
+                    copied=whole.copied,
+                    has_more=any(
+                        each.tier is not NodeTier.NODE_MEMORY for each in held if each.checkpoint_id == checkpoint_id
+                    ),
+                    tier=whole.tier,
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
@@ -347,9 +375,9 @@ class Survey:
                 if each.checkpoint_id != checkpoint_id:
                     continue
                 name, here = names[each.file], files[each.file].get(inventory.node)
-                is_bad = DamagedCopy(checkpoint_id, name, each.on_disk) in self._bad
-                if not is_bad and (here is None or here.on_disk):
-                    files[each.file][inventory.node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.on_disk)
+                is_bad = DamagedCopy(checkpoint_id, name, each.tier) in self._bad
+                if not is_bad and (here is None or each.tier.distance < here.tier.distance):
+                    files[each.file][inventory.node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
     def _seals(
@@ -360,7 +388,9 @@ class Survey:
         where a file is nowhere."""
         if all(files):
             return [_nearest(holders)[1].seal for holders in files]
-        if run.is_removed(place) or not any(copy.on_disk for holders in files for copy in holders.values()):
+        if run.is_removed(place) or not any(
+            copy.tier is NodeTier.NODE_DISK for holders in files for copy in holders.values()
+        ):
             return None
         with suppress(NotFoundError):
             commit = run.commit(place)
@@ -423,8 +453,8 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
 
 
 def _nearest(holders: Mapping[str, _Copy]) -> tuple[str, _Copy]:
-    """A node that holds a file, and its copy there: in memory if there is one in the memory of any node."""
-    return min(holders.items(), key=lambda held: held[1].on_disk)
+    """A node that holds a file, and its copy there: one in the nearest tier of all nodes."""
+    return min(holders.items(), key=lambda held: held[1].tier.distance)
 
 
 def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, _Copy]]) -> tuple[int, ...]:

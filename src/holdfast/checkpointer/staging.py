@@ -16,10 +16,13 @@ import torch
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.save_errors import is_unusable, unusable
+from holdfast.checkpointer.peer_meeting import PeerMeeting, ProtectionRules
+from holdfast.checkpointer.save_errors import is_unusable, unprotected, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
 from holdfast.checkpointer.watcher import Watcher
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
 from holdfast.format.container import ALIGNMENT, FileLayout
@@ -29,8 +32,9 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.node_disk.disk_folder import own_folder, part_of, use_disk
 from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
-from holdfast.node_memory.generations import Generation, write_generation
+from holdfast.node_memory.generations import Generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
+from holdfast.node_memory.peering import forget_peers, noted_table, peer_trouble
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
@@ -62,6 +66,8 @@ class Stager:
         self._watcher = Watcher(run, node_dir, rank=rank)
         self._memory = self._watcher.memory
         self._given_up = self._watcher.given_up
+        #: The meeting of the keepers that protect the slots; None where nothing asks for protection.
+        self._meeting: PeerMeeting | None = None
         #: Whether memory could be used once. If it cannot be used later, its configuration is not the cause.
         self._was_used = False
         #: The error of memory that made the last copy fail; the next save tells all ranks.
@@ -82,6 +88,20 @@ class Stager:
         self._partless: tuple[Place, str] | None = None
         #: The id of the run that this rank's memory belongs to; None before it is known.
         self.run_id: str | None = None
+
+    def protect(self, rules: ProtectionRules | None) -> None:
+        """Have the slots protected by these rules, from the next plan on (None: as before)."""
+        if rules is not None and (self._meeting is None or self._meeting.rules != rules):
+            self._meeting = PeerMeeting(rules)
+
+    def meet_peers(self, share: StoredShare, channel: Channel, deadline: Deadline) -> None:
+        """Meet the keepers of the other nodes, if the slots are to be protected. Collective. Raises as
+        `PeerMeeting.meet`."""
+        folder = self._memory.used.folder
+        if self._meeting is not None:
+            self._meeting.meet(folder, channel, deadline, rank=self._rank, nbytes=_nbytes(share))
+        elif noted_table(folder) is not None:  # an earlier job wanted it
+            forget_peers(folder)
 
     def fits(self, share: StoredShare) -> bool:
         """Whether there are as many slots as wanted, each large enough for the data file of `share`."""
@@ -259,12 +279,21 @@ class Stager:
             fenced = (record.error or "fenced") if record.state == SlotState.FENCED else ""
             known = msgspec.structs.replace(known, held_up=known.held_up or record.error, fenced=fenced)
         arena.is_given_up = lambda contents: self._given_up.has(contents.checkpoint_id)
-        newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
+        is_safe = self._is_safe(memory.folder)
+        newest = arena.newest_sealed(lambda contents: is_safe(contents.checkpoint_id))
+        is_free, oldest = arena.oldest()
         mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
-        if self._partless is not None:
+        if self._partless is not None and is_safe(self._partless[1]):
             mine.append(self._partless[0])  # this rank has no part of it, so none is missing
         sealed = max(mine, default=whole)
         return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
+
+    def _is_safe(self, folder: NodeFolder) -> Callable[[str], bool]:
+        """Whether a checkpoint that is sealed here makes older ones needless: it is protected, or is not to be. While
+        the keeper finds that it cannot be, older ones do not wait for that."""
+        if self._meeting is None or self._meeting.error is not None or peer_trouble(folder):
+            return lambda _: True
+        return protected_ids(folder).__contains__
 
     def _is_of_this_job(self, place: Place) -> bool:
         """Whether this job staged the checkpoint at `place`."""
@@ -291,7 +320,8 @@ class Stager:
     def promote(self, checkpoint_id: str) -> None:
         """Have the keeper make a checkpoint durable that this node's memory may hold from a save to memory alone."""
         with unusable_memory(self.node_dir):
-            promote_all(self._memory.opened(num_slots=self.num_slots).folder, checkpoint_id)
+            memory = self._memory.opened(num_slots=self.num_slots)
+            promote_all(memory.folder, checkpoint_id, is_meant=lambda slot: not slot.is_copy)
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Give up checkpoints that can never be whole: end their saves here, and tell the keeper to free their
@@ -356,6 +386,10 @@ class Stager:
         else:
             self._partless = (agreed.place, agreed.checkpoint_id)
         machine.stage(nbytes)
+        if self._meeting is None:
+            machine.leave_unprotected(unprotected(machine.step))
+        elif self._meeting.error is not None:
+            machine.leave_unprotected(self._meeting.error)
         if slot is None and agreed.memory_only:
             machine.hold(nbytes)  # this rank has no part that a keeper would seal
         else:

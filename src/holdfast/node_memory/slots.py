@@ -3,6 +3,9 @@
 A slot is a file in a `NodeFolder`. Its first page holds its state; its data files of a checkpoint, one or two, begin at
 `DATA_START`, byte for byte as they will be on disk.
 
+The copy of a slot of another node is a slot too, under a name of its own (`copy_names`): the keeper alone fills it, and
+trainers never take it. It goes from WRITING by STAGED, which it leaves at once, to HELD.
+
 The state of a slot decides which process may change it, so that at any time only one may:
 
     FREE        the lock's holder   the slot holds nothing
@@ -83,6 +86,8 @@ _LOOK_S: Final = 0.01
 
 _PREFIX: Final = "slot-"
 _NAME: Final = re.compile(r"slot-(\d+)-\w+")
+_COPY_PREFIX: Final = "copy-"
+_COPY_NAME: Final = re.compile(r"copy-(\d+)-\w+")
 
 _log = logging.getLogger(__name__)
 _MAGIC: Final = b"HFSLOT02"
@@ -253,9 +258,10 @@ class Slot:
             raise
 
     @staticmethod
-    def create(folder: NodeFolder, *, rank: int, nbytes: int) -> Slot:
-        """Create a FREE slot for data files of up to `nbytes`. It takes memory only when it is reserved or written."""
-        name = f"{_PREFIX}{rank}-{secrets.token_hex(8)}"
+    def create(folder: NodeFolder, *, rank: int, nbytes: int, is_copy: bool = False) -> Slot:
+        """Create a FREE slot for data files of up to `nbytes`, or one for the copy of a slot of another node. It takes
+        memory only when it is reserved or written."""
+        name = f"{_COPY_PREFIX if is_copy else _PREFIX}{rank}-{secrets.token_hex(8)}"
         new, fd = folder.create_unnamed()  # gets its name once it is complete: no process ever finds half a slot
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
@@ -282,6 +288,16 @@ class Slot:
     def rank(self) -> int:
         """The rank whose snapshots the slot is for."""
         return rank_of(self.name)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is the copy of a slot of another node."""
+        return self.name.startswith(_COPY_PREFIX)
+
+    @property
+    def region(self) -> tuple[int, int]:
+        """The open file, and the offset in it at which the region for the data file begins."""
+        return self._fd, DATA_START
 
     @property
     def is_reserved(self) -> bool:
@@ -519,10 +535,15 @@ def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
     return [name for name in names if rank is None or rank_of(name) == rank]
 
 
+def copy_names(folder: NodeFolder) -> list[str]:
+    """The names of the copies in a folder that its keeper holds for other nodes, sorted."""
+    return [name for name in folder.names() if _COPY_NAME.fullmatch(name)]
+
+
 def promote_all(folder: NodeFolder, checkpoint_id: str, *, is_meant: Callable[[Slot], bool] = lambda _: True) -> None:
-    """Hand the HELD parts of a checkpoint in `folder` to the keeper, which makes them durable; only those slots that
-    `is_meant` is true of. Several processes may do so at once."""
-    for name in slot_names(folder):
+    """Hand the HELD parts of a checkpoint in `folder` to the keeper, which makes them durable; only those slots and
+    copies that `is_meant` is true of. Several processes may do so at once."""
+    for name in (*slot_names(folder), *copy_names(folder)):
         with suppress(FileNotFoundError, CorruptError), Slot(folder, name) as slot:
             end = time.monotonic() + _PROMOTION_S
             while is_meant(slot) and not slot.promote(checkpoint_id) and time.monotonic() < end:

@@ -21,11 +21,12 @@ import numpy as np
 
 from holdfast.checkpoint.stored_checkpoint import Checkpoint, unpack_values
 from holdfast.checkpoint.verification import verify_checkpoint
-from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError
+from holdfast.errors import CorruptError, HoldfastError, IncompatibleError, NotFoundError, StorageError
 from holdfast.format import manifest as fmt
 from holdfast.format import names, records, sequences
 from holdfast.format import values as value_codec
 from holdfast.format.container import Files
+from holdfast.peers.peer_messages import PeerMessage, decode_reply, decode_request, encode_message
 from holdfast.run.history import resolve
 from holdfast.run.paths import parse
 from holdfast.view.source import ViewSource
@@ -146,6 +147,19 @@ def _name(data: bytes) -> None:
             assert names.component(names.parse_component(text)) == text, "a key with two names"
 
 
+def _message(decode: Callable[[bytes], PeerMessage]) -> Callable[[bytes], None]:
+    """A message between keepers."""
+
+    def decoded(data: bytes) -> None:
+        try:
+            message = decode(data)
+        except StorageError as error:
+            raise CorruptError(error.message, code=error.code, action=error.action) from None
+        assert decode(encode_message(message)) == message, "it comes back as another one"
+
+    return decoded
+
+
 def _checkpoint(data: bytes) -> None:
     """Everything a reader can do with the checkpoint at a path: all values, all tensors, all of its bytes."""
     checkpoint = Checkpoint(resolve(parse(data.decode())).sealed)
@@ -166,6 +180,8 @@ DECODERS: Mapping[str, Callable[[bytes], None]] = {
     "seal": _record(records.Seal),
     "commit": _record(records.Commit),
     "name": _name,
+    "request": _message(decode_request),
+    "reply": _message(decode_reply),
     "checkpoint": _checkpoint,
 }
 

@@ -1,0 +1,40 @@
+"""The errors of a connection between keepers, as the end that connected raises them."""
+
+from __future__ import annotations
+
+from holdfast.errors import ConfigurationError, StorageError
+
+
+def peer_failed(address: str, what: str) -> StorageError:
+    """The keeper at `address` did not do its part; another attempt may succeed."""
+    return StorageError(
+        f"the keeper at {address} {what}.",
+        code="storage.peer",
+        action="Look whether that node is alive, and whether a firewall closes the port.",
+        path=address,
+        tier="peer memory",
+        retryable=True,
+    )
+
+
+def not_understood(what: str, *, address: str | None = None) -> StorageError:
+    """A node, whose listener is at `address` if that is known, sent `what`, which no keeper of this version sends."""
+    return StorageError(
+        f"another node sent {what}." if address is None else f"the keeper at {address} sent {what}.",
+        code="storage.peer",
+        action="Run the same version of Holdfast on all nodes; if they do, check the network between them.",
+        path=address,
+        tier="peer memory",
+    )
+
+
+def not_our_peer(address: str, what: str, *, action: str, retryable: bool = False) -> ConfigurationError:
+    """What answers at `address` is no keeper of this job and version."""
+    return ConfigurationError(
+        f"what answers at {address} {what}.",
+        code="config.peer",
+        action=action,
+        path=address,
+        tier="peer memory",
+        retryable=retryable,
+    )

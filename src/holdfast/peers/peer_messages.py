@@ -1,0 +1,167 @@
+"""The messages between keepers: requests, replies, and their encoding.
+
+A message is MessagePack of at most `MAX_NBYTES`. A reader decodes it to one of the types below or refuses it: nothing
+in it is executed. The bytes of files travel beside the messages (`transport`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from holdfast.decoding import decode_msgpack
+from holdfast.format.records import Count, Hex16, HexDigest
+from holdfast.node_memory.slots import Contents
+from holdfast.peers.peer_errors import not_understood
+from holdfast.wording import count
+
+#: Size limit of an encoded message. A job of 100,000 files fits.
+MAX_NBYTES: Final = 2**20
+
+_Digests = Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=2)]
+
+
+class PeerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """The base of all messages."""
+
+
+class OfferCopy(PeerMessage, frozen=True):
+    """Offer a copy of the sealed slot of `rank`: its contents, and the digest of each of its files.
+
+    Answered by `CopyWanted`, `CopyKept` where the peer has this copy, or `Declined`.
+    """
+
+    contents: Contents
+    digests: _Digests
+    rank: Count
+
+
+class PutRange(PeerMessage, frozen=True):
+    """Send `nbytes` of the copy `token`, from `start` of its region on. The bytes follow. Answered by `Noted`."""
+
+    token: Count
+    start: Count
+    nbytes: Count
+
+
+class PutGeneration(PeerMessage, frozen=True):
+    """Send the generation file of a checkpoint, which has `nbytes`. The bytes follow. Answered by `Noted`."""
+
+    checkpoint_id: Hex16
+    nbytes: Count
+
+
+class Finish(PeerMessage, frozen=True):
+    """All ranges of the copy `token` were sent. Answered by `CopyKept` or `Damaged`."""
+
+    token: Count
+
+
+class GetRange(PeerMessage, frozen=True):
+    """Ask for `nbytes` of data file number `file` of a checkpoint, from `start` on. Answered by `Sent`; the bytes
+    follow."""
+
+    checkpoint_id: Hex16
+    file: Count
+    start: Count
+    nbytes: Count
+
+
+class NoteProtected(PeerMessage, frozen=True):
+    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
+
+    checkpoint_id: Hex16
+    files: tuple[Count, ...]
+    num_files: Count
+
+
+class MarkProtected(PeerMessage, frozen=True):
+    """Say that every file of a checkpoint has all its copies. Answered by `Noted`."""
+
+    checkpoint_id: Hex16
+
+
+class CopyWanted(PeerMessage, frozen=True):
+    """The peer has room for the copy, which the sender calls `token` from now on. With `needs_generation`, the peer
+    lacks the generation file of the checkpoint, and needs it first."""
+
+    token: Count
+    needs_generation: bool
+
+
+class CopyKept(PeerMessage, frozen=True):
+    """The peer holds the copy, whole and verified."""
+
+
+class Declined(PeerMessage, frozen=True):
+    """The peer does not take the copy now. Training goes on."""
+
+    reason: str
+
+
+class Damaged(PeerMessage, frozen=True):
+    """The bytes that came do not match their digests. The peer has dropped the copy."""
+
+    reason: str
+
+
+class Noted(PeerMessage, frozen=True):
+    """The request was carried out."""
+
+
+class Sent(PeerMessage, frozen=True):
+    """`nbytes` of the requested range follow."""
+
+    nbytes: Count
+
+
+class RequestRefused(PeerMessage, frozen=True):
+    """The peer did not understand the request, or could not carry it out."""
+
+    reason: str
+
+
+Put: TypeAlias = PutRange | PutGeneration
+PeerRequest: TypeAlias = OfferCopy | PutRange | PutGeneration | Finish | GetRange | NoteProtected | MarkProtected
+PeerReply: TypeAlias = CopyWanted | CopyKept | Declined | Damaged | Noted | Sent | RequestRefused
+
+
+def encode_message(message: PeerMessage) -> bytes:
+    """The bytes of a message.
+
+    Raises:
+        ValueError: they would be more than `MAX_NBYTES`.
+    """
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_NBYTES:
+        name, size = type(message).__name__, count(len(data), "byte")
+        raise ValueError(f"the message {name} has {size}, and {MAX_NBYTES:,} is the limit")
+    return data
+
+
+def decode_request(data: bytes) -> PeerRequest:
+    """The request that `data` is.
+
+    Raises:
+        StorageError: it is no request, code ``storage.peer``.
+    """
+    request: PeerRequest = _decoded(data, PeerRequest)
+    return request
+
+
+def decode_reply(data: bytes) -> PeerReply:
+    """The reply that `data` is.
+
+    Raises:
+        StorageError: it is no reply, code ``storage.peer``.
+    """
+    reply: PeerReply = _decoded(data, PeerReply)
+    return reply
+
+
+def _decoded(data: bytes, kind: object) -> Any:
+    try:
+        return decode_msgpack(data, kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise not_understood(f"a message that is none: {error}") from error
