@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bench.agreement import AGREEMENT
 from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.bucket_ways import TRANSFERRING
 from bench.contenders import BACKGROUND, LOADING, MANY
@@ -32,7 +33,10 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PARITY)
+BENCHMARKS = (
+    *(IO, LOADS, EXCHANGE, PLAN, AGREEMENT, SMALL, VIEW, ENGINE),
+    *(HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PARITY),
+)
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

@@ -11,7 +11,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,11 +21,12 @@ import psutil
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from bench.benchmark import Options
+from bench.benchmark import Bar, Benchmark, Options
 from bench.costs import cpu_s, give_back, scratch
 from bench.layouts import fsdp_layout
+from bench.markdown import about, ours, table
 from bench.runner import measured, messages
-from bench.schema import OURS, WARM_UP, Contender, Part, Sample
+from bench.schema import OURS, WARM_UP, Contender, Part, Result, Sample
 from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.plan_messages import Compare, Described, Details, Questions
 from holdfast.agreement.planner import AgreedPlan, PlanMemory, Planner
@@ -315,7 +316,44 @@ def _of_status(name: str) -> int:
 
 
 def measure_agreement(world: int, options: Options) -> Part:
-    scenario = options.scenario(str(world), title=f"{world:,}", world=world, rounds=ROUNDS)
+    num_ranks = options.number(world, least=NUM_PLAYERS + 1)
+    scenario = options.scenario(str(world), title=f"{num_ranks:,}", world=num_ranks, rounds=ROUNDS)
     with scratch(options.memory) as memory:
-        samples = list(messages(take_part, world, scenario.rounds, memory, world=NUM_PLAYERS + 1))
+        samples = list(messages(take_part, num_ranks, scenario.rounds, memory, world=NUM_PLAYERS + 1))
     return measured(scenario, samples, options, contenders=(Contender(OURS),))
+
+
+def tables(result: Result) -> Iterator[str]:
+    yield table(
+        "ranks",
+        {part.scenario.title: part for part in result.parts},
+        ("a save, s", ours("seconds")),
+        ("`memory`, s", ours("memory_s")),
+        ("`describe`, s", ours("describe_s")),
+        ("a first save, s", lambda part: f"{_first(part, 'seconds'):.2f}"),
+        ("CPU of the ranks, s", ours("players_cpu_s")),
+        ("CPU of rank 0, s", ours("cpu_s")),
+        ("CPU of the store, s", ours("server_cpu_s")),
+        ("requests of rank 0", ours("requests", digits=0)),
+        ("extra memory of rank 0, MiB", lambda part: f"{_mib(part):.0f}"),
+    )
+    yield about(result.parts[-1])
+
+
+def bars(part: Part) -> Iterator[Bar]:
+    if part.scenario.world == WORLDS[-1]:
+        yield Bar("agreement of a save", part.median(OURS), SECONDS_BAR, " s")
+        yield Bar("memory of the coordinator", _mib(part), MEMORY_BAR_MIB, " MiB")
+
+
+def _first(part: Part, key: str) -> float:
+    """A figure of the first save, which is the warm-up: it plans, and sends the manifest to all ranks."""
+    return max(value for sample in part.taken(OURS) if sample.round == WARM_UP for value in sample.values[key])
+
+
+def _mib(part: Part) -> float:
+    return part.peak_nbytes(OURS) / 2**20
+
+
+PARTS = {str(world): partial(measure_agreement, world) for world in WORLDS}
+AGREEMENT = Benchmark("agreement", PARTS, tables, bars)
