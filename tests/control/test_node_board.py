@@ -98,8 +98,8 @@ def test_ranks_read_in_the_store_before_they_know_the_board(tmp_path: Path) -> N
 
 
 def test_a_board_that_another_user_could_change_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / f"holdfast-boards-{os.getuid()}").mkdir(mode=0o777)
-    (tmp_path / f"holdfast-boards-{os.getuid()}").chmod(0o777)
+    (tmp_path / f"holdfast-boards-{os.geteuid()}").mkdir(mode=0o777)
+    (tmp_path / f"holdfast-boards-{os.geteuid()}").chmod(0o777)
     board = joined(tmp_path)
     assert [board.read(KEY, partial(found, value), 1) for value in (b"a", b"b")] == [b"a", b"b"]
 

@@ -54,7 +54,7 @@ class NodeBoard:
     """
 
     def __init__(self, memory: Path = _MEMORY) -> None:
-        self._parent = memory / f"holdfast-boards-{os.getuid()}"
+        self._parent = memory / f"holdfast-boards-{os.geteuid()}"
         self._folder: Path | None = None
         self._has_joined = False
         self._cleaned_s = time.monotonic()
@@ -174,7 +174,7 @@ def _make_private(folder: Path) -> None:
     """Make `folder`, or raise `PermissionError` where another user could change what is in it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{folder} is not a private folder of this user")
 
 
