@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from bench.agreement import AGREEMENT
 from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.bucket_ways import TRANSFERRING
 from bench.contenders import BACKGROUND, LOADING, MANY
@@ -35,22 +36,8 @@ from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
 BENCHMARKS = (
-    IO,
-    LOADS,
-    EXCHANGE,
-    PLAN,
-    SMALL,
-    VIEW,
-    ENGINE,
-    HISTORY,
-    STEP,
-    PRUNE,
-    EVENTS,
-    DATA,
-    OBJECTS,
-    PARITY,
-    NODES,
-    LOST_NODES,
+    *(IO, LOADS, EXCHANGE, PLAN, AGREEMENT, SMALL, VIEW, ENGINE),
+    *(HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PARITY, NODES, LOST_NODES),
 )
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"

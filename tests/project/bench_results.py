@@ -152,6 +152,14 @@ def plan_result() -> Result:
     return Result("plan", (*parts, part("validation", [Sample("holdfast", 1, {"seconds": (0.25,)})], world=1)))
 
 
+def agreement_result(*, seconds: float = 0.75) -> Result:
+    keys = ("memory_s", "describe_s", "cpu_s", "players_cpu_s", "server_cpu_s", "requests")
+    values = {"seconds": (seconds,), "peak_extra_nbytes": (30 << 20,), **dict.fromkeys(keys, (0.25,))}
+    taken = [Sample("holdfast", number, values) for number in (WARM_UP, 1, 2)]
+    parts = (part(str(world), taken, title=f"{world:,}", world=world) for world in (64, 8960))
+    return Result("agreement", tuple(parts))
+
+
 def history_result() -> Result:
     keys = ("load_s", "save_s", "find_s", "ls_s", "ls_cpu_s", "doctor_s")
     taken = [Sample("holdfast", 1, {key: (number / 10,) for number, key in enumerate(keys, 1)})]
