@@ -58,7 +58,7 @@ from holdfast.control.envelopes import (
     error_wire,
     payload_of,
 )
-from holdfast.control.inboxes import GroupInbox, RankInbox, KeyedInbox, without_key
+from holdfast.control.inboxes import GroupInbox, KeyedInbox, RankInbox, without_key
 from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import Meeting
