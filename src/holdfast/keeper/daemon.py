@@ -25,6 +25,7 @@ import msgspec
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.disk_tier import DiskTier
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.protecting import Protection
 from holdfast.keeper.writing import KeptFiles, StagedFiles, Writing
@@ -97,7 +98,8 @@ class Keeper:
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
         self._disks = DiskTier(folder)
-        self._copies = PeerCopies(folder, self._generations.get)
+        self._peer_generations = PeerGenerations(folder, self._generations.get)
+        self._copies = PeerCopies(folder, self._peer_generations)
         self._protection = Protection(folder, self._copies, self._sealing)
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
@@ -267,7 +269,7 @@ class Keeper:
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         self._disks.forget(held)
         held.update(self._disks.owed, self._copies.ids)
-        self._copies.forget(held)
+        self._peer_generations.forget(held)
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
         for about in self._told.keys() - held - set(self._folder.names()):

@@ -22,15 +22,15 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
+from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import (
-    PeerNode,
     PeerPort,
     PeerSecret,
     PeerTable,
@@ -45,8 +45,6 @@ from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile
 from holdfast.peers.peer_messages import (
     CopyKept,
     CopyWanted,
-    Damaged,
-    Declined,
     Finish,
     GetRange,
     MarkProtected,
@@ -69,10 +67,8 @@ _NUM_STREAMS: Final = 2
 _NUM_SENDERS: Final = 4
 #: Bytes of a slot that one request sends.
 _RANGE_NBYTES: Final = 16 << 20
-#: Limits for a peer to answer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB) and in all; to
-#: receive a range; and any other request.
+#: Limits for a peer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB), and to receive a range.
 _MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
-_ANSWER_S: Final = 30.0
 _RANGE_S: Final = 600.0
 #: Interval at which a keeper says again that its copies are kept, until the generation is marked.
 _SAY_AGAIN_S: Final = 1.0
@@ -287,7 +283,7 @@ class Protection:
             return
         peer = session.table.nodes[target]
         offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
-        connect = _Way(self._transport, peer, session.secret.secret)
+        connect = Way(self._transport, peer.address, session.secret.secret)
         sent = self._senders.submit(_send, connect, slot, offer, sealing)
         self._sending[slot.name, target] = _Sending(session, slot, contents, target, sent)
 
@@ -335,8 +331,8 @@ class Protection:
 
     def _tell_peer(self, session: _PeerSession, peer: int, request: PeerRequest) -> None:
         if self._transport is not None:
-            way = _Way(self._transport, session.table.nodes[peer], session.secret.secret)
-            self._senders.submit(_ask, way, request)
+            way = Way(self._transport, session.table.nodes[peer].address, session.secret.secret)
+            self._senders.submit(ask, way, request)
 
     def _tell(self, trouble: str) -> None:
         if trouble != self._told:
@@ -346,18 +342,6 @@ class Protection:
             note_peer_trouble(self._folder, trouble)
 
 
-class _Way(NamedTuple):
-    """The way to a peer."""
-
-    transport: PeerTransport
-    peer: PeerNode
-    secret: bytes
-
-    def connect(self) -> PeerConnection:
-        """Connect to the peer."""
-        return self.transport.connect(self.peer.address, secret=self.secret, timeout_s=_ANSWER_S)
-
-
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     """The slots of the newest generation among `slots`, unless it is marked as protected."""
     held = [(slot, contents) for slot in slots if (contents := slot.record.contents) is not None]
@@ -365,16 +349,7 @@ def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     return [slot for slot, contents in held if contents.place == newest and contents.checkpoint_id not in marked]
 
 
-def _ask(way: _Way, request: PeerRequest) -> None:
-    """Make a request whose failure does no harm, since it is made again."""
-    try:
-        with way.connect() as connection:
-            _require(connection.ask(request, timeout_s=_ANSWER_S), Noted, way)
-    except HoldfastError as error:
-        _log.info("%s", error)
-
-
-def _send(way: _Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> None:
+def _send(way: Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> None:
     """Send a copy of `slot` to a peer; on return, the peer has it, whole and verified.
 
     Raises:
@@ -382,20 +357,20 @@ def _send(way: _Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> None:
     """
     nbytes = offer.contents.files[-1].stop
     with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=_ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
+        reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
         if isinstance(reply, CopyWanted):
             if reply.needs_generation:
                 data = encode_generation(sealing.generation)
                 put = PutGeneration(offer.contents.checkpoint_id, len(data))
-                _require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
+                require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
             ranges = _ranges(offer.contents)
             _send_ranges(way, connection, slot, reply.token, ranges)
             reply = connection.ask(Finish(reply.token), timeout_s=_RANGE_S)
-        _require(reply, CopyKept, way)
+        require(reply, CopyKept, way)
 
 
 def _send_ranges(
-    way: _Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
+    way: Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
 ) -> None:
     """Send the `ranges` of `slot` by several connections, each of which takes the next one when it is done with one."""
     (fd, offset), lock = slot.region, Lock()
@@ -408,7 +383,7 @@ def _send_ranges(
         while (following_range := following()) is not None:
             start, stop = following_range
             put = PutRange(token, start, stop - start)
-            _require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
+            require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
 
     def send_by_another() -> None:
         with way.connect() as stream:
@@ -432,15 +407,3 @@ def _ranges_of(part: SlotFile) -> Iterator[tuple[int, int]]:
     while start < part.stop:
         yield start, min(stop, part.stop)
         start, stop = stop, stop + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES
-
-
-def _require(reply: PeerReply, kind: type[PeerReply], way: _Way) -> None:
-    if isinstance(reply, kind):
-        return
-    reason = reply.reason if isinstance(reply, Declined | Damaged | RequestRefused) else repr(reply)
-    raise StorageError(
-        f"the keeper at {way.peer.address} does not keep a copy: {reason}",
-        code="storage.peer",
-        action="No action needed: holdfast tries again. If this goes on, look at that node.",
-        retryable=True,
-    )
