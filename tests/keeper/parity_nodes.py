@@ -15,8 +15,11 @@ from holdfast.format.container import Files
 from holdfast.format.records import Place
 from holdfast.geometry import FlatRange
 from holdfast.keeper.daemon import Keeper
-from holdfast.node_memory.generations import Generation, protected_ids, write_generation
+from holdfast.keeper.peer_ways import Way
+from holdfast.keeper.rebuild_client import rebuild_copy
+from holdfast.node_memory.generations import Generation, encode_generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import ParityGroup, record_of
 from holdfast.node_memory.peering import (
     ParityTable,
     PeerNode,
@@ -27,7 +30,9 @@ from holdfast.node_memory.peering import (
     note_table,
     noted_port,
 )
-from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState
+from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, parity_names
+from holdfast.peers.peer_messages import OfferCopy, PeerReply, RebuildCopy
+from holdfast.peers.tcp import TcpPeers
 from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, plan_save
 from holdfast.run.history import Run
@@ -159,3 +164,42 @@ class ParityNodes:
     def are_marked(self, snapshot: Snapshot) -> bool:
         """Whether each node has the mark of protection."""
         return all(snapshot.id in protected_ids(folder) for folder in self.folders)
+
+    def lose(self, *numbers: int) -> None:
+        """Nodes are gone: their keepers, and all in their memory."""
+        for number in numbers:
+            self.keepers[number].close()
+            folder = self.folders[number]
+            for name in folder.names():
+                folder.remove(name)
+
+    def rebuild(
+        self, snapshot: Snapshot, file: int, lost: Collection[int], receiver: int, group: ParityGroup
+    ) -> PeerReply:
+        """Ask the keeper of a node, as a rank does, to rebuild the slot with a file."""
+        owner = group.nodes[self.node_of(snapshot.ranks[file])]
+        slot = next(slot for slot in owner.slots if slot.files[0].file == file)
+        (part,) = slot.files
+        contents = Contents(
+            self.run.run_id, snapshot.id, snapshot.place, snapshot.place.seq, file, part.data_start, part.nbytes
+        )
+        addresses = tuple("" if number in lost else self.address(number) for number in range(len(group.nodes)))
+        request = RebuildCopy(0, group, tuple(lost), addresses, receiver if receiver < len(group.nodes) else None)
+        way = Way(TcpPeers("127.0.0.1"), self.address(receiver), SECRET)
+        offer = OfferCopy(contents, slot.digests, slot.rank)
+        return rebuild_copy(way, offer, encode_generation(snapshot.generation), request, timeout_s=60)
+
+    def group_of(self, snapshot: Snapshot, number: int) -> ParityGroup:
+        """The group of the nodes, by the records of a node."""
+        for name in parity_names(self.folders[number]):
+            with Slot(self.folders[number], name) as slot:
+                if slot.record.contents is not None and slot.record.contents.checkpoint_id == snapshot.id:
+                    return record_of(slot).group
+        raise AssertionError(f"node {number} has no parity of {snapshot.id}")
+
+    def add_stranger(self) -> int:
+        """Add a node that knows the secret, and shares no parity. Returns its number."""
+        number = self.add()
+        note_secret(self.folders[number], PeerSecret(SECRET, "127.0.0.1"))
+        self.keepers[number].look()
+        return number

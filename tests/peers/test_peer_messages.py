@@ -54,7 +54,7 @@ REQUESTS = (
     OfferParity(CHECKPOINT, 3, (SLOT, SLOT)),
     GetSum(CHECKPOINT, 20, (HOP, HOP)),
     RebuildCopy(5, GROUP, (1,), ("127.0.0.1:9", ""), None),
-    CheckHeld(CHECKPOINT),
+    CheckHeld(CHECKPOINT, (1, 2), 2),
 )
 REPLIES = (
     CopyWanted(5, True),

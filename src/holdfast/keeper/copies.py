@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, NamedTuple
@@ -78,6 +79,13 @@ class _Incoming:
         self.digests[block.part.file, block.number] = kind.of(self.slot.data[block.start : block.stop].data)
 
 
+class Filling(NamedTuple):
+    """A copy that this process fills by itself: its contents to be, and the region for its files."""
+
+    contents: Contents
+    data: Bytes
+
+
 class PeerCopies:
     """The copies in `folder`, by which this node protects slots of others, and the `generations` of them."""
 
@@ -129,6 +137,28 @@ class PeerCopies:
             incoming.num_active += 1
             incoming.touched_at = time.monotonic()
         return _RangeSink(self, incoming, put)
+
+    @contextmanager
+    def filling(self, token: int) -> Iterator[Filling]:
+        """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
+        it."""
+        with self._lock:
+            incoming = self._incoming.get(token)
+            if incoming is None or not self._knows_sealing(incoming):
+                raise ValueError("no such copy is being received")
+            incoming.num_active += 1
+        try:
+            yield Filling(incoming.offer.contents, incoming.slot.data)
+        finally:
+            self.end_transfer(incoming)
+
+    def drop(self, token: int) -> PeerReply:
+        """Give up the reception of a copy."""
+        with self._lock:
+            incoming = self._incoming.pop(token, None)
+        if incoming is not None:
+            incoming.slot.advance(SlotRecord(SlotState.FREE))
+        return Damaged("it could not be received")
 
     def finish(self, token: int) -> PeerReply:
         """End the reception: the copy is kept if it is what was offered."""

@@ -102,7 +102,7 @@ class Keeper:
         self._peer_generations = PeerGenerations(folder, self._generations.get)
         self._copies = PeerCopies(folder, self._peer_generations)
         self._rows = ParityRows(folder, self._peer_generations)
-        self._protection = Protection(folder, self._copies, self._rows, self._sealing)
+        self._protection = Protection(folder, self._copies, self._rows, self._peer_generations, self._sealing)
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.

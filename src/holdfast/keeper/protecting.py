@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -32,8 +32,10 @@ from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
 from holdfast.keeper.persist import Sealing
+from holdfast.keeper.rebuilding import ChainSums, Rebuilder
 from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
@@ -50,6 +52,7 @@ from holdfast.node_memory.peering import (
 )
 from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile
 from holdfast.peers.peer_messages import (
+    CheckHeld,
     CopyKept,
     CopyWanted,
     Finish,
@@ -66,6 +69,7 @@ from holdfast.peers.peer_messages import (
     Put,
     PutGeneration,
     PutRange,
+    RebuildCopy,
     RequestRefused,
 )
 from holdfast.peers.tcp import TcpPeers
@@ -166,11 +170,18 @@ class Protection:
     listener call."""
 
     def __init__(
-        self, folder: NodeFolder, copies: PeerCopies, rows: ParityRows, sealing_of: Callable[[str], Sealing | None]
+        self,
+        folder: NodeFolder,
+        copies: PeerCopies,
+        rows: ParityRows,
+        generations: PeerGenerations,
+        sealing_of: Callable[[str], Sealing | None],
     ) -> None:
         self.copies = copies
         self.rows = rows
         self._own = OwnSlots()
+        self._sums = ChainSums(self._own, rows, generations, self._way_to)
+        self._rebuilder = Rebuilder(copies, self._sums)
         self._folder = folder
         self._sealing_of = sealing_of
         self._session: _PeerSession | None = None
@@ -246,27 +257,31 @@ class Protection:
         if self._listener is not None:
             self._listener.close()
         self._senders.shutdown(cancel_futures=True)
+        self._sums.close()
 
     def answer(self, request: PeerRequest) -> PeerReply:
         """As `PeerService.answer`."""
+        reply: PeerReply = Noted()
         match request:
             case OfferCopy():
-                return self.copies.offer(request)
-            case OfferParity():
-                return self.rows.offer(request)
+                reply = self.copies.offer(request)
             case Finish():
-                return self.copies.finish(request.token)
-            case NoteProtected():
-                session = self._session
-                if session is None:
-                    return RequestRefused("this keeper has no table of peers yet")
+                reply = self.copies.finish(request.token)
+            case OfferParity():
+                reply = self.rows.offer(request)
+            case RebuildCopy():
+                reply = self._rebuilder.rebuild(request)
+            case CheckHeld():
+                reply = self._sums.check(request)
+            case NoteProtected() if (session := self._session) is not None:
                 self._count(session, request.checkpoint_id, request.files, request.num_files)
-                return Noted()
+            case NoteProtected():
+                reply = RequestRefused("this keeper has no table of peers yet")
             case MarkProtected():
                 mark_protected(self._folder, request.checkpoint_id)
-                return Noted()
             case _:
-                return RequestRefused("this keeper does not serve such requests")
+                reply = RequestRefused("this keeper does not serve such requests")
+        return reply
 
     def sink(self, put: Put) -> PutSink:
         """As `PeerService.sink`."""
@@ -274,9 +289,11 @@ class Protection:
 
     def source(self, get: Get) -> AbstractContextManager[Region | Bytes]:
         """As `PeerService.source`."""
-        if isinstance(get, GetRange):
-            return self._own.region(get)
-        raise ValueError("this keeper does not serve such requests")
+        return self._own.region(get) if isinstance(get, GetRange) else nullcontext(self._sums.sum(get))
+
+    def _way_to(self, address: str) -> Way | None:
+        secret, transport = self._secret, self._transport
+        return None if secret is None or transport is None else Way(transport, address, secret.secret)
 
     def _parity_peers(self, session: _PeerSession | None) -> ParityPeers | None:
         """The peers that share parity with this node."""

@@ -116,7 +116,7 @@ class GetSum(PeerMessage, frozen=True):
 class RebuildCopy(PeerMessage, frozen=True):
     """Rebuild the copy `token` from the parity of a `group` of which the nodes with the numbers `lost` are lost. The
     keepers of the others are at `addresses` ("" for lost ones), and the peer is number `own` or none of them (None).
-    Answered by `CopyKept`, `Damaged`, or `NodesFailed`."""
+    Answered by `CopyKept`, `NodesFailed`, or `Declined` where the cause is not known."""
 
     token: Count
     group: ParityGroup
@@ -126,10 +126,12 @@ class RebuildCopy(PeerMessage, frozen=True):
 
 
 class CheckHeld(PeerMessage, frozen=True):
-    """Hash again what the peer has of a checkpoint: its own slots, and its parity. Answered by `Noted`, or by `Damaged`
-    where something has changed or is gone."""
+    """Hash again what the peer has of a checkpoint: its own slots with these `files`, and `num_rows` of parity.
+    Answered by `Noted`, or by `Damaged` where something has changed or is gone."""
 
     checkpoint_id: Hex16
+    files: tuple[Count, ...]
+    num_rows: Count
 
 
 class NoteProtected(PeerMessage, frozen=True):
