@@ -34,7 +34,7 @@ from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
-from holdfast.node_memory.peering import forget_peers, noted_table, peer_trouble
+from holdfast.node_memory.peering import forget_peers, noted_secret, peer_trouble
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
@@ -100,7 +100,7 @@ class Stager:
         folder = self._memory.used.folder
         if self._meeting is not None:
             self._meeting.meet(folder, channel, deadline, rank=self._rank, nbytes=_nbytes(share))
-        elif noted_table(folder) is not None:  # an earlier job wanted it
+        elif noted_secret(folder) is not None:  # an earlier job wanted it, or a restore needed other nodes
             forget_peers(folder)
 
     def fits(self, share: StoredShare) -> bool:
