@@ -1,4 +1,4 @@
-"""Snapshots that copies or parity on other nodes protect: `Checkpointer`s of several ranks on nodes that folders emulate."""
+"""Snapshots that other nodes protect, by copies or parity: `Checkpointer`s of ranks on nodes that folders emulate."""
 
 from __future__ import annotations
 
