@@ -143,6 +143,7 @@ class Channel:
         self._step = step
         self._meeting = meeting
         self._group_size = group_size
+        self._has_groups = world_size > group_size
         self._num_gathers = 0
         self._num_broadcasts = 0
         #: Set by the thread that makes the requests, read by the thread that waits for it.
@@ -426,9 +427,7 @@ class Channel:
 
     def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
         """The contributions of all ranks, in rank order. On rank 0 only."""
-        groups = [own]
-        if self._has_groups:
-            groups += self._reports(number, phase, deadline)
+        groups = [own, *(self._reports(number, phase, deadline) if self._has_groups else ())]
         absent = {rank for group in groups for rank in group.absent}
         if absent:
             raise self._late(sorted(absent), phase, deadline)
@@ -480,11 +479,6 @@ class Channel:
 
     def _leader_of(self, rank: int) -> int:
         return rank - rank % self._group_size
-
-    @property
-    def _has_groups(self) -> bool:
-        """Whether the world consists of several groups."""
-        return self.world_size > self._group_size
 
     def _inbox(self, number: int, leader: int) -> GatherInbox:
         """The inbox of the group whose first rank is `leader`, for gather `number`."""
