@@ -69,8 +69,9 @@ _NUM_STREAMS: Final = 2
 _NUM_SENDERS: Final = 4
 #: Bytes of a slot that one request sends.
 _RANGE_NBYTES: Final = 16 << 20
-#: Limits for a peer to answer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB) and in all; to
-#: receive a range; and any other request.
+#: Limits for a peer to answer: to a connection; to take memory for a copy, per byte (a slow machine takes 4 s per GiB)
+#: and in all; to receive a range; and any other request.
+_CONNECT_S: Final = 10.0
 _MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
 _ANSWER_S: Final = 30.0
 _RANGE_S: Final = 600.0
@@ -355,7 +356,7 @@ class _Way(NamedTuple):
 
     def connect(self) -> PeerConnection:
         """Connect to the peer."""
-        return self.transport.connect(self.peer.address, secret=self.secret, timeout_s=_ANSWER_S)
+        return self.transport.connect(self.peer.address, secret=self.secret, timeout_s=_CONNECT_S)
 
 
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
