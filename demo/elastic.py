@@ -75,8 +75,9 @@ def train(options: argparse.Namespace, witness: Witness) -> None:
         report = checkpointer.restore()
         if report.step is not None and report.load is not None:
             load = report.load
-            tier, seconds, nbytes = report.tier, load.seconds, load.read_nbytes
-            witness.note("restored", step=report.step, tier=tier, nbytes=nbytes, seconds=seconds, at=time.time())
+            sources = [(source.tier, source.rank, source.nbytes) for source in report.sources]
+            told = {"tier": report.tier, "nbytes": load.read_nbytes, "sources": sources}
+            witness.note("restored", step=report.step, at=time.time(), **told)
             witness.state("loaded", report.step, model, optimizer, schedule)
             witness.note("compared", at=time.time())
         for step in checkpointer.steps(options.until):

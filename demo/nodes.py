@@ -162,7 +162,6 @@ def _promises_of_the_job(seen: Seen) -> list[Promise]:
     loss, step, restored = seen.loss, seen.step, seen.restored
     held = loss.memory.of_step(step)
     own_nbytes = {each.rank: each.nbytes for each in held if not each.is_copy}
-    holders = [seen.named(each) for each in held if each.is_copy and each.rank == seen.lost_rank]
     done = max(seen.before.losses())
     return [
         Promise(
@@ -189,11 +188,7 @@ def _promises_of_the_job(seen: Seen) -> list[Promise]:
             seen.after.each("loaded", step=step),
         ),
         read_once("Every byte is read once, out of memory", restored, sum(own_nbytes.values())),
-        Promise(
-            "What the lost node had comes from the node that has its copy",
-            kept=len(holders) == 1 and seen.lost_rank in own_nbytes,
-            seen=f"{own_nbytes.get(seen.lost_rank, 0) / 1e6:.1f} MB of rank {seen.lost_rank} from {' '.join(holders)}",
-        ),
+        _came_from_the_holder("What the lost node had comes from the node that has its copy", seen, held),
     ]
 
 
@@ -216,6 +211,19 @@ def _promises_of_its_end(seen: Seen, first: Training, second: Training) -> list[
             f"The {_NUM_LEFT} nodes protect each other anew: step {anew}", seen, seen.memory.of_step(anew), _NUM_LEFT
         ),
     ]
+
+
+def _came_from_the_holder(text: str, seen: Seen, held: Sequence[Held]) -> Promise:
+    """The reports of the restore name one rank for all bytes from copies, the one on the node that has the copy of the
+    lost node's snapshot, and storage for none."""
+    nodes = [note["node"] for note in seen.after.each("joined")]
+    sources = [tuple(source) for note in seen.restored for source in note["sources"]]
+    tiers = {tier for tier, _, _ in sources}
+    found = {nodes[rank] for tier, rank, _ in sources if tier == "peer memory"}
+    holders = {seen.named(each) for each in held if each.is_copy and each.rank == seen.lost_rank}
+    nbytes = sum(nbytes for tier, _, nbytes in sources if tier == "peer memory")
+    told = f"the reports say: {nbytes / 1e6:.1f} MB came from peer memory on {', '.join(sorted(found)) or 'no node'}"
+    return Promise(text, found == holders != set() and "storage" not in tiers, told)
 
 
 def _copied_elsewhere(text: str, seen: Seen, held: Sequence[Held], num_ranks: int) -> Promise:
@@ -269,7 +277,7 @@ def _pictures(seen: Seen) -> list[Picture]:
     return [
         Picture(
             f"Step {step} is protected",
-            "Each node has its own snapshot in memory (blue), and a copy of another node's (orange), which that node sent.",
+            "Each node has its own snapshot in memory (blue), and another node's copy (orange), which has arrived.",
             [_box(names, address, before) for address in names],
             sent,
         ),

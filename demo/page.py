@@ -156,11 +156,12 @@ def _arrow(nodes: Sequence[NodeBox], source: int, target: int, *, y: float, up: 
     width = 1.5 + 4 * sqrt(nbytes / largest)
     end = y + up * 9
     control = y + up * (_ARC * abs(target - source) - 9) * 4 / 3 + up * 9
+    label_y = top + (17 if up > 0 else -8)
     tip = f"M{x2:.0f} {y + up * 1}l-6 {up * 10}l12 0z"
     curve = f"M{x1:.0f} {y}C{x1:.0f} {control:.0f} {x2:.0f} {control:.0f} {x2:.0f} {end}"
     return (
         f'<path class="arrow" stroke-width="{width:.1f}" d="{curve}"/><path class="tip" d="{tip}"/>'
-        f'<text class="label" text-anchor="middle" x="{middle:.0f}" y="{top + (17 if up > 0 else -8)}">{_megabytes(nbytes)}</text>'
+        f'<text class="label" text-anchor="middle" x="{middle:.0f}" y="{label_y}">{_megabytes(nbytes)}</text>'
     )
 
 
