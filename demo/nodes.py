@@ -214,16 +214,15 @@ def _promises_of_its_end(seen: Seen, first: Training, second: Training) -> list[
 
 
 def _came_from_the_holder(text: str, seen: Seen, held: Sequence[Held]) -> Promise:
-    """The reports of the restore name one rank for all bytes from copies, the one on the node that has the copy of the
-    lost node's snapshot, and storage for none."""
+    """The reports of the restore name the rank on the node that has the copy of the lost node's snapshot, and storage
+    for no byte."""
     nodes = [note["node"] for note in seen.after.each("joined")]
-    sources = [tuple(source) for note in seen.restored for source in note["sources"]]
-    tiers = {tier for tier, _, _ in sources}
-    found = {nodes[rank] for tier, rank, _ in sources if tier == "peer memory"}
     holders = {seen.named(each) for each in held if each.is_copy and each.rank == seen.lost_rank}
-    nbytes = sum(nbytes for tier, _, nbytes in sources if tier == "peer memory")
-    told = f"the reports say: {nbytes / 1e6:.1f} MB came from peer memory on {', '.join(sorted(found)) or 'no node'}"
-    return Promise(text, found == holders != set() and "storage" not in tiers, told)
+    sources = [tuple(source) for note in seen.restored for source in note["sources"]]
+    nbytes = sum(nbytes for tier, rank, nbytes in sources if tier == "peer memory" and nodes[rank] in holders)
+    kept = nbytes > 0 and all(tier != "storage" for tier, _, _ in sources)
+    told = f"{nbytes / 1e6:.1f} MB from peer memory on {' and '.join(sorted(holders))}, and nothing from storage"
+    return Promise(text, kept, f"the reports of the restore: {told}")
 
 
 def _copied_elsewhere(text: str, seen: Seen, held: Sequence[Held], num_ranks: int) -> Promise:
