@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper import copies, daemon, protecting
+from holdfast.keeper import daemon, peer_memory, protecting
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.node_memory.generations import give_up_generation, protected_ids
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
@@ -28,7 +29,7 @@ from holdfast.node_memory.peering import (
     noted_port,
     peer_trouble,
 )
-from holdfast.node_memory.slots import Slot, SlotFile, SlotRecord, SlotState, copy_names
+from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import CopyKept, CopyWanted, OfferCopy
 from holdfast.run.history import Run
 from tests.keeper.test_keeper_promises import Later, looked
@@ -120,7 +121,7 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
 ) -> None:
     keepers = keepers_of(folders, stack)
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "rooms", lambda _: [MemoryLimit(0, "a limit")])
+        patched.setattr(peer_memory, "rooms", lambda _: [MemoryLimit(0, "a limit")])
         until(lambda: look(*keepers) and "a limit leaves 0" in peer_trouble(folders[0]))
         assert not copy_names(folders[0])
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
@@ -132,13 +133,13 @@ def test_a_copy_that_was_being_received_when_its_keeper_died_is_free(
 ) -> None:
     contents = saved.slots[0].record.contents
     for state in (SlotState.WRITING, SlotState.STAGED):
-        with Slot.create(folders[1], rank=0, nbytes=saved.slots[0].nbytes, is_copy=True) as slot:
+        with Slot.create(folders[1], rank=0, nbytes=saved.slots[0].nbytes, kind=SlotKind.COPY) as slot:
             assert slot.take()
             slot.advance(SlotRecord(SlotState.WRITING, contents))
             if state == SlotState.STAGED:
                 slot.advance(SlotRecord(SlotState.STAGED, contents))
             name = slot.name
-        PeerCopies(folders[1], lambda _: None).close()
+        PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None)).close()
         with Slot(folders[1], name) as slot:
             assert slot.state == SlotState.FREE
 
@@ -223,7 +224,7 @@ def offer_of(slot: Slot) -> OfferCopy:
 
 
 def test_offers_that_no_keeper_makes_are_refused(saved: Saved, folders: list[NodeFolder], stack: ExitStack) -> None:
-    held = PeerCopies(folders[1], lambda _: None)
+    held = PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None))
     stack.callback(held.close)
     offer = offer_of(saved.slots[0])
     contents = offer.contents
@@ -245,7 +246,7 @@ def test_offers_that_no_keeper_makes_are_refused(saved: Saved, folders: list[Nod
 def test_a_second_offer_while_the_first_is_being_sent_is_declined(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack
 ) -> None:
-    held = PeerCopies(folders[1], lambda _: None)
+    held = PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None))
     stack.callback(held.close)
     offer = offer_of(saved.slots[0])
     first = held.offer(offer)
