@@ -22,6 +22,7 @@ from bench.history import HISTORY
 from bench.hub_loads import HUB_LOADING
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
+from bench.peers import PEERS
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -31,7 +32,7 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS)
+BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PEERS)
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

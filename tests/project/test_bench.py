@@ -47,6 +47,7 @@ from tests.project.bench_results import (
     load_result,
     objects_result,
     part,
+    peers_result,
     plan_result,
     prune_result,
     sample,
@@ -74,6 +75,7 @@ FOUND = {
         data_result(),
         events_result(),
         objects_result(),
+        peers_result(),
     )
 }
 

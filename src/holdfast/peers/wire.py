@@ -32,9 +32,9 @@ _FRAME: Final = struct.Struct("<I8s")
 #: The most bytes that one call receives. With less than 2 MiB, both ends take a tenth more processor time, for updates
 #: of the window; many MiB would have left the cache before they are hashed.
 _RECEIVED_NBYTES: Final = 4 * BLOCK_NBYTES
-#: The most bytes that one call of `sendfile` sends: with 4 MiB it takes more processor time. The call blocks, which costs
-#: less than to wait in `poll`, and the system ends it when the other end takes nothing for `_STALL_S`. So a peer that is
-#: never quite so slow ends half a minute after its deadline at the latest.
+#: The most bytes that one call of `sendfile` sends: with 4 MiB it takes more processor time. The call blocks, which
+#: costs less than to wait in `poll`, and the system ends it when the other end takes nothing for `_STALL_S`. So a peer
+#: that is never quite so slow ends half a minute after its deadline at the latest.
 _SENT_NBYTES: Final = 16 * BLOCK_NBYTES
 _STALL_S: Final = 0.1
 _TIMEVAL: Final = struct.Struct("@ll")
