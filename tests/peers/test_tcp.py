@@ -59,7 +59,7 @@ from holdfast.peers.tcp import TcpPeers
 connection = TcpPeers("127.0.0.1").connect(sys.argv[1], secret=bytes(range(32)), timeout_s=20)
 wire, nbytes = connection._wire, int(sys.argv[2])
 send = wire.send_bytes
-def half(data, deadline):
+def half(data, deadline, pace):
     send(data[: nbytes // 2], deadline)
     print("half", flush=True)
     time.sleep(60)

@@ -26,6 +26,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
+from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
@@ -61,7 +62,7 @@ from holdfast.peers.peer_messages import (
     RequestRefused,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutSink, Region
+from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutPace, PutSink, Region
 from holdfast.store.retry_budget import RetryBudget
 
 #: Number of connections that send a slot to a peer at the same time, and number of slots sent at the same time.
@@ -127,6 +128,10 @@ class _PeerSession:
     lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    paces: LinkPaces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paces = LinkPaces(self.table.pacing)
 
     @property
     def targets(self) -> tuple[int, ...]:
@@ -226,6 +231,8 @@ class Protection:
         """End all connections, and wait for the threads that send."""
         if self._listener is not None:
             self._listener.close()
+        if self._session is not None:
+            self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
 
     def answer(self, request: PeerRequest) -> PeerReply:
@@ -287,7 +294,7 @@ class Protection:
             return
         peer = session.table.nodes[target]
         offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
-        connect = _Way(self._transport, peer, session.secret.secret)
+        connect = _Way(self._transport, peer, session.secret.secret, session.paces.to(peer.address))
         sent = self._senders.submit(_send, connect, slot, offer, sealing)
         self._sending[slot.name, target] = _Sending(session, slot, contents, target, sent)
 
@@ -347,11 +354,12 @@ class Protection:
 
 
 class _Way(NamedTuple):
-    """The way to a peer."""
+    """The way to a peer, and the pace at which copies go there."""
 
     transport: PeerTransport
     peer: PeerNode
     secret: bytes
+    pace: PutPace | None = None
 
     def connect(self) -> PeerConnection:
         """Connect to the peer."""
@@ -408,7 +416,9 @@ def _send_ranges(
         while (following_range := following()) is not None:
             start, stop = following_range
             put = PutRange(token, start, stop - start)
-            _require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
+            _require(
+                stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S, pace=way.pace), Noted, way
+            )
 
     def send_by_another() -> None:
         with way.connect() as stream:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from holdfast.peers.peer_messages import GetRange, PeerReply, PeerRequest, Put
 from holdfast.store.base import Bytes
@@ -24,6 +24,25 @@ class Region:
     fd: int
     offset: int
     nbytes: int
+
+
+class Piece(NamedTuple):
+    """The next `nbytes` of a put. With `bytes_per_s`, the expected speed of the link, they must have arrived at the
+    peer's system, except for a small rest, when the turn ends."""
+
+    nbytes: int
+    bytes_per_s: float | None = None
+
+
+class PutPace(Protocol):
+    """Says when the bytes of puts are sent, piece by piece. Several connections share it, each with its thread."""
+
+    def turn(self, nbytes: int, end_s: float) -> AbstractContextManager[Piece]:
+        """Wait for the turn to send some of the `nbytes` that are left. They are sent inside the ``with`` block.
+
+        Raises:
+            TimeoutError: the turn has not come at the time `end_s` of the monotonic clock.
+        """
 
 
 class PutSink(Protocol):
@@ -83,9 +102,9 @@ class PeerConnection(Protocol):
     def ask(self, request: PeerRequest, *, timeout_s: float) -> PeerReply:
         """Send a request without bytes, and wait for its reply."""
 
-    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float) -> PeerReply:
+    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float, pace: PutPace | None = None) -> PeerReply:
         """Send a request and its bytes, exactly as many as it names, and wait for the reply. No byte is sent where the
-        peer refuses the request."""
+        peer refuses the request. `pace` says when they are sent; None: at once."""
 
     def get(self, request: GetRange, out: Bytes, *, timeout_s: float) -> PeerReply:
         """Fill `out`, which has exactly as many bytes as `request` asks for. Returns `Sent` when it is full. Nothing is

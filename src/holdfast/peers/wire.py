@@ -7,10 +7,12 @@ digests of the files protect them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,8 +25,12 @@ from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.peers.peer_errors import not_understood
 from holdfast.peers.peer_messages import MAX_NBYTES
-from holdfast.peers.transport import Region
+from holdfast.peers.transport import PutPace, Region
 from holdfast.store.base import Bytes
+
+#: The bytes of a piece whose arrival is not waited for: the other end may acknowledge the last packets late.
+_TAIL_NBYTES: Final = 16 << 10
+_MIN_REST_S: Final = 0.0001
 
 #: Size and digest of a message.
 _FRAME: Final = struct.Struct("<I8s")
@@ -93,31 +99,27 @@ class Wire:
             raise not_understood("a message that does not match its digest")
         return message
 
-    def send_bytes(self, data: Bytes, deadline: Deadline) -> None:
+    def send_bytes(self, data: Bytes, deadline: Deadline, pace: PutPace | None = None) -> None:
         """Send all of `data`."""
         view = data.data
-        for start in range(0, len(view), BLOCK_NBYTES):
-            self._push(view[start : start + BLOCK_NBYTES], deadline())
 
-    def send_region(self, region: Region, deadline: Deadline) -> None:
+        def send(start: int, stop: int) -> None:
+            for begin in range(start, stop, BLOCK_NBYTES):
+                self._push(view[begin : min(begin + BLOCK_NBYTES, stop)], deadline())
+
+        self._send_pieces(send, len(view), deadline, pace)
+
+    def send_region(self, region: Region, deadline: Deadline, pace: PutPace | None = None) -> None:
         """Send bytes of a file.
 
         Raises:
             CorruptError: the file is too short.
         """
-        fd, start, stop = self._socket.fileno(), region.offset, region.offset + region.nbytes
-        end_s, next_piece = deadline(), start + BLOCK_NBYTES
-        while start < stop:
-            try:
-                sent = os.sendfile(fd, region.fd, start, stop - start)
-            except BlockingIOError:
-                _poll(self._writable, end_s)
-                continue
-            if not sent:
-                raise _too_short(region)
-            start += sent
-            if start >= next_piece:
-                end_s, next_piece = deadline(), start + BLOCK_NBYTES
+
+        def send(start: int, stop: int) -> None:
+            self._send_file(region, region.offset + start, region.offset + stop, deadline)
+
+        self._send_pieces(send, region.nbytes, deadline, pace)
 
     def receive_bytes(self, out: Bytes, deadline: Deadline, received: Callable[[int], None] = lambda _: None) -> None:
         """Fill `out`. Calls `received` with the number of bytes that have arrived, after each block and at the end."""
@@ -137,6 +139,48 @@ class Wire:
         self.cut()
         with self._ending:
             self._socket.close()
+
+    def _send_pieces(
+        self, send: Callable[[int, int], None], nbytes: int, deadline: Deadline, pace: PutPace | None
+    ) -> None:
+        """Send the bytes from 0 to `nbytes` by calls of `send`, as `pace` allows."""
+        if pace is None:
+            send(0, nbytes)
+            return
+        start = 0
+        while start < nbytes:
+            with pace.turn(nbytes - start, deadline()) as piece:
+                send(start, start + piece.nbytes)
+                if piece.bytes_per_s is not None:
+                    self._await_arrival(piece.bytes_per_s, deadline())
+            start += piece.nbytes
+
+    def _send_file(self, region: Region, start: int, stop: int, deadline: Deadline) -> None:
+        fd, end_s, next_piece = self._socket.fileno(), deadline(), start + BLOCK_NBYTES
+        while start < stop:
+            try:
+                sent = os.sendfile(fd, region.fd, start, stop - start)
+            except BlockingIOError:
+                _poll(self._writable, end_s)
+                continue
+            if not sent:
+                raise _too_short(region)
+            start += sent
+            if start >= next_piece:
+                end_s, next_piece = deadline(), start + BLOCK_NBYTES
+
+    def _await_arrival(self, bytes_per_s: float, end_s: float) -> None:
+        """Wait until the other end's system has acknowledged what was sent, except for the tail; or has sent something
+        or closed the connection, which the caller will find."""
+        while (left := self._unacknowledged_nbytes() - _TAIL_NBYTES) > 0 and not self._readable.poll(0):
+            if time.monotonic() > end_s:
+                raise TimeoutError("the deadline is over")
+            time.sleep(max(left / bytes_per_s, _MIN_REST_S))
+
+    def _unacknowledged_nbytes(self) -> int:
+        count: int
+        (count,) = struct.unpack("@i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
+        return count
 
     def _push(self, data: memoryview, end_s: float) -> None:
         while data:
