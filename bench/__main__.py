@@ -20,6 +20,7 @@ from bench.exchange import EXCHANGE
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.hub_loads import HUB_LOADING
+from bench.lost_nodes import NODES as LOST_NODES
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
 from bench.parity import PARITY
@@ -32,7 +33,23 @@ from bench.step import STEP
 from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
-BENCHMARKS = (IO, LOADS, EXCHANGE, PLAN, SMALL, VIEW, ENGINE, HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PARITY)
+BENCHMARKS = (
+    IO,
+    LOADS,
+    EXCHANGE,
+    PLAN,
+    SMALL,
+    VIEW,
+    ENGINE,
+    HISTORY,
+    STEP,
+    PRUNE,
+    EVENTS,
+    DATA,
+    OBJECTS,
+    PARITY,
+    LOST_NODES,
+)
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
 #: What is published, below the root of the repository.

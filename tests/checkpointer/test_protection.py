@@ -46,7 +46,7 @@ def save_protected(run: str, node_dirs: Sequence[Path], steps: Sequence[int], co
     return protected
 
 
-def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool]:
+def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool, list[str]]:
     start_new_job()
     memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
     state = sharded(-1, dim=1)
@@ -58,7 +58,7 @@ def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, i
     assert isinstance(weight, DTensor)
     assert isinstance(other, DTensor)
     same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
-    return report.tier, report.next_step, same
+    return report.tier, report.next_step, same, sorted({source.tier for source in report.sources})
 
 
 def lose(run: str, node: Path) -> None:
@@ -76,4 +76,7 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
     with folder_of(run, nodes[0]) as folder:
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
-    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == [("peer memory", 4, True)] * 3
+    assert (
+        run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]])
+        == [("peer memory", 4, True, ["node memory", "peer memory"])] * 3
+    )

@@ -172,6 +172,19 @@ def prune_result(*, busy_max_s: float = 0.0125) -> Result:
     return Result("prune", (part("deletion", taken, facts={"num_deleted": 1_000}),))
 
 
+def nodes_result(*, ours_s: float = 1.0, moved_mib: float = 1.0) -> Result:
+    """One node is lost, of two, of four and of eight. A plain copy takes 0.9 seconds."""
+    parts = []
+    for name in ("2 nodes", "4 nodes, 2 Gbit/s", "8 nodes"):
+        samples = []
+        for measure in ("protect", "restore"):
+            more = {"held_nbytes": (5.0 * 2**20,), "moved_nbytes": (moved_mib * 2**20,)}
+            samples.append(Sample(RAW, 1, {"seconds": (0.9, 0.8)}, measure=measure))
+            samples.append(Sample(OURS, 1, {"seconds": (ours_s, 0.5), **more}, measure=measure))
+        parts.append(part(name, samples, facts={"rank_nbytes": 2**20}))
+    return Result("nodes", tuple(parts))
+
+
 def parity_result(*, encode_s: float = 0.2) -> Result:
     """Parity for one loss and for two, made in `encode_s` where a memcpy takes 0.1 s."""
     seconds = {"memcpy": 0.1, "encode": encode_s, "rebuild, one lost": 0.125}

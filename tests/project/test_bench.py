@@ -24,6 +24,7 @@ from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_
 from bench.contenders import LATER, MANY
 from bench.costs import Watch
 from bench.front import render_chart, render_front
+from bench.lost_nodes import NODES as LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.parity import PARITY
@@ -46,6 +47,7 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    nodes_result,
     objects_result,
     parity_result,
     part,
@@ -77,6 +79,7 @@ FOUND = {
         events_result(),
         objects_result(),
         parity_result(),
+        nodes_result(),
     )
 }
 
@@ -91,6 +94,17 @@ def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
     (missed,) = PRUNE.judged(prune_result(busy_max_s=0.0151)).values()
     assert not missed.met
     assert "| 1,000 checkpoints | 5.10 | 7.00 | 12.50 |" in PRUNE.render(prune_result())
+
+
+def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_what_it_moves() -> None:
+    assert all(bar.met for bar in LOST_NODES.judged(nodes_result()).values())
+    slow = LOST_NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
+    assert {what: bar.met for what, bar in slow.items()} == {
+        "protection, 2 nodes, of a plain copy": False,
+        "memory beyond snapshots and copies, 2 nodes": True,
+        "restore of a lost node, 4 nodes, 2 Gbit/s, of a plain copy": True,
+        "bytes moved / bytes lost, 8 nodes": False,
+    }
 
 
 def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -> None:

@@ -16,7 +16,8 @@ import torch
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.peer_meeting import PeerMeeting, ProtectionRules
+from holdfast.checkpointer.parallel_groups import parallel_groups
+from holdfast.checkpointer.peer_meeting import PeerMeeting, ProtectedPart, ProtectionRules
 from holdfast.checkpointer.save_errors import is_unusable, unprotected, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
@@ -39,6 +40,7 @@ from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, Slo
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
+from holdfast.state.flatten import FlatState
 from holdfast.store.base import Location
 from holdfast.store.urls import text_of
 
@@ -94,12 +96,14 @@ class Stager:
         if rules is not None and (self._meeting is None or self._meeting.rules != rules):
             self._meeting = PeerMeeting(rules)
 
-    def meet_peers(self, share: StoredShare, channel: Channel, deadline: Deadline) -> None:
+    def meet_peers(self, share: StoredShare, flat: FlatState, channel: Channel, deadline: Deadline) -> None:
         """Meet the keepers of the other nodes, if the slots are to be protected. Collective. Raises as
         `PeerMeeting.meet`."""
         folder = self._memory.used.folder
         if self._meeting is not None:
-            self._meeting.meet(folder, channel, deadline, rank=self._rank, nbytes=_nbytes(share))
+            groups = parallel_groups(flat.tensors.values(), rank=self._rank, world_size=channel.world_size)
+            part = ProtectedPart(self._rank, _nbytes(share), groups)
+            self._meeting.meet(folder, part, channel, deadline)
         elif noted_table(folder) is not None:  # an earlier job wanted it
             forget_peers(folder)
 
