@@ -23,6 +23,7 @@ from bench.hub_loads import HUB_LOADING
 from bench.lost_nodes import NODES as LOST_NODES
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
+from bench.pacing import PACING
 from bench.parity import PARITY
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
@@ -49,6 +50,7 @@ BENCHMARKS = (
     OBJECTS,
     PARITY,
     LOST_NODES,
+    PACING,
 )
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"

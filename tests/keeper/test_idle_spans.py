@@ -19,6 +19,7 @@ from holdfast.keeper.piece_pacer import (
     MAX_PIECE_NBYTES,
     MIN_PIECE_NBYTES,
     LinkSpeed,
+    PieceOnLink,
     PiecePacer,
 )
 
@@ -43,6 +44,16 @@ class Found(NamedTuple):
     pacer: PiecePacer
 
 
+def looked_at(pacer: PiecePacer, nbytes: int, start_s: float, link: float) -> PieceOnLink:
+    """A piece, after looks at it while it is on the link."""
+    piece = PieceOnLink(nbytes, start_s)
+    piece.look(start_s, nbytes)
+    after_s = nbytes / pacer.speed.bytes_per_s
+    if (left := nbytes - link * after_s) > 0:
+        piece.look(start_s + after_s, int(left))
+    return piece
+
+
 def simulate(bursts: Sequence[Burst], link: float, *, skip: int = 0) -> Found:
     """A link of `link` bytes per second that carries one message at a time: a burst waits for the end of the piece that
     it finds there. Copies have no end. What counts begins after `skip` bursts."""
@@ -59,7 +70,7 @@ def simulate(bursts: Sequence[Burst], link: float, *, skip: int = 0) -> Found:
             stop = now + (nbytes / link if nbytes else min(_LOOK_S, begins - now))
             pacer.watch(now, stop, 0, own_nbytes=nbytes)
             if nbytes:
-                pacer.sent(nbytes, now, stop, carried_nbytes=nbytes)
+                pacer.sent(looked_at(pacer, nbytes, now, link), stop, carried_nbytes=nbytes)
                 copied += nbytes
             now = stop
         lost_s += now - begins
@@ -71,7 +82,8 @@ def simulate(bursts: Sequence[Burst], link: float, *, skip: int = 0) -> Found:
             lost_s += nbytes / link
             pacer.watch(now, stop, round(carried), own_nbytes=nbytes)
             if nbytes:
-                pacer.sent(nbytes, now, stop, carried_nbytes=nbytes + round(carried))
+                piece = looked_at(pacer, nbytes, now, link)
+                pacer.sent(piece, stop, carried_nbytes=nbytes + round(carried))
                 copied += nbytes
             left -= carried
             now = stop
@@ -139,7 +151,7 @@ def test_training_that_leaves_no_idle_time_leaves_copies_a_small_share(link: flo
     found = simulate([Burst(0.0, link * 3 * GRACE_S)], link)
     late = found.seconds - GRACE_S
     assert (
-        0.7 * GUARANTEED_SHARE * link * late <= found.copied <= 1.4 * GUARANTEED_SHARE * link * late + MIN_PIECE_NBYTES
+        0.7 * GUARANTEED_SHARE * link * late <= found.copied <= 1.6 * GUARANTEED_SHARE * link * late + MIN_PIECE_NBYTES
     )
 
 
@@ -195,22 +207,39 @@ def test_what_was_not_watched_is_not_idle() -> None:
     assert not pacer.next_nbytes(1.001, 10)
 
 
+def carry(speed: LinkSpeed, link: float, *, bucket: float = 0.0, late_s: float = 0.0) -> float:
+    """A link of so many bytes per second, beyond those in a bucket of tokens, carries a piece. Looks at it are late.
+    Returns the bytes that are left in the bucket."""
+    nbytes = speed.piece_nbytes
+    takes_s = max(nbytes - bucket, 0) / link + 0.0002
+    piece = PieceOnLink(nbytes, 0.0)
+    now_s = 0.00005
+    while now_s < takes_s:
+        left = nbytes if now_s <= 0.0002 else round(link * (takes_s - now_s))
+        piece.look(now_s, min(left, nbytes))
+        now_s += left / speed.bytes_per_s + late_s + 0.00005
+    speed.note(piece, now_s, nbytes)
+    return max(bucket - nbytes, 0)
+
+
 @pytest.mark.parametrize(("link", "piece"), [(1e6, MIN_PIECE_NBYTES), (1e9, 2e6), (1e12, MAX_PIECE_NBYTES)])
-def test_pieces_take_two_milliseconds_within_limits(link: float, piece: float) -> None:
-    speed = LinkSpeed()
-    for _ in range(1000):
-        nbytes = speed.piece_nbytes
-        speed.note(nbytes, nbytes / link + 0.0005)
-    assert speed.piece_nbytes == pytest.approx(piece, rel=0.02)
+@pytest.mark.parametrize("late_s", [0.0, 0.004])
+def test_pieces_take_two_milliseconds_within_limits_or_as_long_as_looks_are_late(
+    link: float, piece: float, late_s: float
+) -> None:
+    speed, sizes = LinkSpeed(), []
+    for _ in range(500):
+        carry(speed, link, late_s=late_s)
+        sizes.append(speed.piece_nbytes)
+    assert 0.7 * piece <= sum(sizes[-100:]) / 100 <= 1.4 * min(max(piece, link * late_s), MAX_PIECE_NBYTES)
 
 
 def test_a_bucket_of_tokens_that_is_full_does_not_make_pieces_large() -> None:
-    speed, link, bucket = LinkSpeed(), 25e6, 250_000.0
-    largest = 0
-    for _ in range(100):
-        nbytes = speed.piece_nbytes
-        largest = max(largest, nbytes)
-        free, bucket = min(bucket, nbytes), max(bucket - nbytes, 0)
-        speed.note(nbytes, (nbytes - free) / link + 0.0005)
-    assert largest <= 256 << 10
-    assert speed.piece_nbytes < 80_000
+    speed, sizes = LinkSpeed(), []
+    for _ in range(30):
+        bucket = 250_000.0
+        for _ in range(30):
+            sizes.append(speed.piece_nbytes)
+            bucket = carry(speed, 25e6, bucket=bucket)
+    assert max(sizes) <= 256 << 10
+    assert sum(sizes[-300:]) / 300 < 80_000

@@ -40,30 +40,60 @@ _PACKET_NBYTES: Final = 2048
 #: The time on the link of the pieces that say its speed, more than a bucket of tokens that is full lasts.
 _SPEED_S: Final = 0.05
 _MAX_GROWTH: Final = 2.0
+#: The growth of the supposed speed after a piece that did not show it; and its least, in bytes per second.
+_GROWTH: Final = 1.05
+_MIN_SPEED: Final = 1000.0
 #: The longest interval that says when training was idle.
 _MAX_INTERVAL_S: Final = 0.1
 
 
+class PieceOnLink:
+    """A piece of `nbytes` that is on the link since `start_s`, as looks at it show it."""
+
+    def __init__(self, nbytes: int, start_s: float) -> None:
+        self.nbytes = nbytes
+        self.start_s = self.seen_s = start_s
+        #: The bytes that were on the way at the last look, and the number of looks after which some were.
+        self.left_nbytes = nbytes
+        self.num_looks = 0
+
+    def look(self, now_s: float, left_nbytes: int) -> None:
+        """Note that so many bytes have not arrived yet."""
+        self.seen_s, self.left_nbytes = now_s, left_nbytes
+        self.num_looks += 1
+
+
 class LinkSpeed:
-    """The bytes that a link carries in a second, as pieces show it."""
+    """The bytes that a link carries in a second, as pieces show it.
+
+    A thread may look late, above all one of a process that gives way to training. So a piece that had arrived at the
+    first look says only that the link is not slower. A look at a piece that is still on the way says how slow it is.
+    """
 
     def __init__(self) -> None:
         self.bytes_per_s = MIN_PIECE_NBYTES / DELAY_S
-        self._pieces: deque[tuple[int, float]] = deque()
+        self._pieces: deque[tuple[float, float]] = deque()
 
     @property
     def piece_nbytes(self) -> int:
         """The bytes that the link carries in `DELAY_S`, within the limits."""
         return min(max(int(self.bytes_per_s * DELAY_S), MIN_PIECE_NBYTES), MAX_PIECE_NBYTES)
 
-    def note(self, nbytes: int, duration_s: float) -> None:
-        """Note that the link carried `nbytes` while a piece was on it for `duration_s`."""
-        self._pieces.append((nbytes, max(duration_s - _PIECE_COST_S, duration_s / 2, 1e-6)))
+    def note(self, piece: PieceOnLink, stop_s: float, carried_nbytes: float) -> None:
+        """Note that `piece` has arrived, and that the link carried so many bytes meanwhile."""
+        duration_s = max(stop_s - piece.start_s, 1e-6)
+        was_seen = piece.num_looks > 1 or 0 < piece.left_nbytes <= piece.nbytes // 2
+        if was_seen:
+            duration_s = min(duration_s, piece.seen_s - piece.start_s + piece.left_nbytes / self.bytes_per_s)
+        elif carried_nbytes / duration_s < self.bytes_per_s:
+            self.bytes_per_s *= _GROWTH
+            return
+        self._pieces.append((carried_nbytes, duration_s))
         total_s = sum(each_s for _, each_s in self._pieces)
         while total_s - self._pieces[0][1] > _SPEED_S:
             total_s -= self._pieces.popleft()[1]
         speed = sum(nbytes for nbytes, _ in self._pieces) / total_s
-        self.bytes_per_s = max(min(speed, _MAX_GROWTH * self.bytes_per_s), 1.0)
+        self.bytes_per_s = max(min(speed, _MAX_GROWTH * self.bytes_per_s), _MIN_SPEED)
 
 
 class PiecePacer:
@@ -105,11 +135,11 @@ class PiecePacer:
         fitting = max(int(left_s * self.speed.bytes_per_s), 0)
         return fitting if fitting >= MIN_PIECE_NBYTES // 2 else 0
 
-    def sent(self, nbytes: int, start_s: float, stop_s: float, *, carried_nbytes: int) -> None:
-        """Note that a piece was on the link, which carried so many bytes meanwhile, training's too."""
-        self.speed.note(carried_nbytes, stop_s - start_s)
+    def sent(self, piece: PieceOnLink, stop_s: float, *, carried_nbytes: int) -> None:
+        """Note that `piece` has arrived, and that the link carried so many bytes meanwhile, training's too."""
+        self.speed.note(piece, stop_s, carried_nbytes)
         guaranteed = max(GUARANTEED_SHARE * self.speed.bytes_per_s, MIN_BYTES_PER_S)
-        self._served_until_s = min(self._served_until_s + nbytes / guaranteed, stop_s)
+        self._served_until_s = min(self._served_until_s + piece.nbytes / guaranteed, stop_s)
 
     def _left_s(self, now_s: float) -> float:
         """The time in which pieces may still be sent in the present idle span."""

@@ -8,6 +8,7 @@ A keeper that sends uses `PeerConnection`; one that receives is a `PeerService`,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,11 +28,18 @@ class Region:
 
 
 class Piece(NamedTuple):
-    """The next `nbytes` of a put. With `bytes_per_s`, the expected speed of the link, they must have arrived at the
-    peer's system, except for a small rest, when the turn ends."""
+    """The next `nbytes` of a put. With `left`, they must have arrived at the peer's system when the turn ends, except
+    for `tail_nbytes` of them. It is called with the bytes that have not, and returns the time after which to look again
+    in seconds."""
 
     nbytes: int
-    bytes_per_s: float | None = None
+    left: Callable[[int], float] | None = None
+
+
+def tail_nbytes(nbytes: int) -> int:
+    """The rest of a piece that may be on the way at the end of its turn: so the link does not run dry, and the last
+    packets may be acknowledged late."""
+    return max(nbytes // 4, 16 << 10)
 
 
 class PutPace(Protocol):

@@ -25,12 +25,8 @@ from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.peers.peer_errors import not_understood
 from holdfast.peers.peer_messages import MAX_NBYTES
-from holdfast.peers.transport import PutPace, Region
+from holdfast.peers.transport import Piece, PutPace, Region, tail_nbytes
 from holdfast.store.base import Bytes
-
-#: The bytes of a piece whose arrival is not waited for: the other end may acknowledge the last packets late.
-_TAIL_NBYTES: Final = 16 << 10
-_MIN_REST_S: Final = 0.0001
 
 #: Size and digest of a message.
 _FRAME: Final = struct.Struct("<I8s")
@@ -151,8 +147,7 @@ class Wire:
         while start < nbytes:
             with pace.turn(nbytes - start, deadline()) as piece:
                 send(start, start + piece.nbytes)
-                if piece.bytes_per_s is not None:
-                    self._await_arrival(piece.bytes_per_s, deadline())
+                self._await_arrival(piece, deadline())
             start += piece.nbytes
 
     def _send_file(self, region: Region, start: int, stop: int, deadline: Deadline) -> None:
@@ -169,13 +164,16 @@ class Wire:
             if start >= next_piece:
                 end_s, next_piece = deadline(), start + BLOCK_NBYTES
 
-    def _await_arrival(self, bytes_per_s: float, end_s: float) -> None:
-        """Wait until the other end's system has acknowledged what was sent, except for the tail; or has sent something
-        or closed the connection, which the caller will find."""
-        while (left := self._unacknowledged_nbytes() - _TAIL_NBYTES) > 0 and not self._readable.poll(0):
+    def _await_arrival(self, piece: Piece, end_s: float) -> None:
+        """Wait until the other end's system has acknowledged `piece`, except for its tail; or has sent something or
+        closed the connection, which the caller will find."""
+        if piece.left is None:
+            return
+        tail = tail_nbytes(piece.nbytes)
+        while (left := self._unacknowledged_nbytes()) > tail and not self._readable.poll(0):
             if time.monotonic() > end_s:
                 raise TimeoutError("the deadline is over")
-            time.sleep(max(left / bytes_per_s, _MIN_REST_S))
+            time.sleep(piece.left(left))
 
     def _unacknowledged_nbytes(self) -> int:
         count: int
