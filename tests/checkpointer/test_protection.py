@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import copy_names, slot_names
+from holdfast.node_memory.slots import Slot, copy_names, slot_names
 from holdfast.protection.policies import Copies
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
+from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
@@ -80,3 +81,34 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
         run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]])
         == [("peer memory", 4, True, ["node memory", "peer memory"])] * 3
     )
+
+
+def damage_copies(run: str, node: Path, step: int) -> int:
+    """Flip a bit of each copy of a step that a node holds, behind the back of its keeper, which is stopped."""
+    stop_keepers(node)
+    num_damaged = 0
+    with folder_of(run, node) as folder:
+        for name in copy_names(folder):
+            with Slot(folder, name) as slot:
+                contents = slot.record.contents
+                assert contents is not None
+                if contents.step == step:
+                    slot.data[contents.data_start] ^= 1
+                    num_damaged += 1
+    return num_damaged
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
+    tmp_path: Path, nodes: list[Path], damaged: int
+) -> None:
+    """The copies of both nodes were passed over, and the job went back to storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes, (1, 2, 3), 2) == [[True, True, True]] * 4
+    lose(run, nodes[3])  # nodes 0 and 1 have its copies
+    assert damage_copies(run, nodes[damaged], 3) == 2
+    try:
+        found = run_ranks(3, restored_columns, run, nodes[:3])
+    finally:
+        continue_keepers(nodes[damaged])
+    assert found == [("peer memory", 4, True, ["node memory", "peer memory"])] * 3
