@@ -58,7 +58,7 @@ from holdfast.control.envelopes import (
     error_wire,
     payload_of,
 )
-from holdfast.control.inboxes import GroupInbox, Inbox, KeyedInbox, without_key
+from holdfast.control.inboxes import GroupInbox, KeyedInbox, RankInbox, without_key
 from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import Meeting
@@ -149,7 +149,7 @@ class Channel:
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
         #: By gather and first rank: the inboxes of other groups in which this rank has told of ranks that are given up.
-        self._told: dict[tuple[int, int], Inbox] = {}
+        self._told: dict[tuple[int, int], RankInbox] = {}
         #: Whether another channel has announced this operation.
         self._is_second = False
         #: The message that made this rank go on to the next number; empty while it never had to.
@@ -486,7 +486,7 @@ class Channel:
         """Whether the world consists of several groups."""
         return self.world_size > self._group_size
 
-    def _inbox(self, number: int, leader: int) -> Inbox:
+    def _inbox(self, number: int, leader: int) -> RankInbox:
         """The inbox of the group whose first rank is `leader`, for gather `number`."""
         if self._has_groups:
             return self._group_inbox(number, leader)
