@@ -239,7 +239,7 @@ def test_nodes_that_give_unlike_numbers_of_domains_are_refused() -> None:
 
 
 def test_domains_are_named_in_the_order_in_which_users_give_them() -> None:
-    with pytest.raises(ConfigurationError, match="gives 'rack-7' .* host-1 gives 'block-2/rack-7'") as caught:
+    with pytest.raises(ConfigurationError, match=r"gives 'rack-7' .* host-1 gives 'block-2/rack-7'") as caught:
         place_copies(cards(2, domains=[("rack-7",), ("rack-7", "block-2")]), 1)
     assert "such as block-2/rack-7" in str(caught.value)
 

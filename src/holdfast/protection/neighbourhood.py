@@ -54,7 +54,8 @@ def levels_of(cards: Sequence[NodeCard]) -> list[DomainLevel]:
     for card in cards:
         if len(card.domains) != depth:
             raise ConfigurationError(
-                f"{cards[0].host} gives {_given(cards[0])} as its failure domains, and {card.host} gives {_given(card)}.",
+                f"{cards[0].host} gives {_given(cards[0])} as its failure domains, and {card.host} gives "
+                f"{_given(card)}.",
                 code="config.protection",
                 action="Give all nodes as many domains, by domain= or HOLDFAST_DOMAIN, such as block-2/rack-7.",
             )
