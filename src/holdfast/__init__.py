@@ -48,7 +48,15 @@ if TYPE_CHECKING:
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
     from holdfast.protection.policies import Copies
     from holdfast.publishing import transfer
-    from holdfast.reports import CopyReport, ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
+    from holdfast.reports import (
+        CopyReport,
+        ExportReport,
+        ImportReport,
+        LoadReport,
+        ReadSource,
+        SaveReport,
+        TransferReport,
+    )
     from holdfast.run.compaction import compact
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
@@ -82,6 +90,7 @@ _HOMES = {
     "ExportReport": "holdfast.reports",
     "ImportReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
+    "ReadSource": "holdfast.reports",
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.frameworks.piecewise",
@@ -155,6 +164,7 @@ __all__ = [
     "PerRank",
     "Piecewise",
     "RandomState",
+    "ReadSource",
     "RestoreReport",
     "SavePolicy",
     "SaveReport",

@@ -1,4 +1,4 @@
-"""Snapshots that copies or parity on other nodes protect: `Checkpointer`s of several ranks on nodes that folders emulate."""
+"""Snapshots that copies or parity on other nodes protect: `Checkpointer`s of several ranks on nodes made of folders."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
-
 COPIES = Copies(1)
+BOTH_TIERS = ("peer memory", 4, True, ["node memory", "peer memory"])
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def save_protected(
     return protected
 
 
-def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool]:
+def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool, list[str]]:
     start_new_job()
     memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
     state = sharded(-1, dim=1)
@@ -63,7 +63,7 @@ def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, i
     assert isinstance(weight, DTensor)
     assert isinstance(other, DTensor)
     same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
-    return report.tier, report.next_step, same
+    return report.tier, report.next_step, same, sorted({source.tier for source in report.sources})
 
 
 def lose(run: str, node: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
     with folder_of(run, nodes[0]) as folder:
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
-    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == [("peer memory", 4, True)] * 3
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == [BOTH_TIERS] * 3
 
 
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
@@ -91,7 +91,7 @@ def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path
         assert len(slot_names(folder)) == len(parity_names(folder)) == 2
         assert copy_names(folder) == []
     lose(run, nodes[2])
-    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == [("peer memory", 4, True)] * 3
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == [BOTH_TIERS] * 3
 
 
 def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, nodes: list[Path]) -> None:
@@ -100,5 +100,5 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     for lost in (nodes[0], nodes[3]):
         lose(run, lost)
     left = [nodes[1], nodes[2], nodes[4]]
-    assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True)] * 3
-    assert run_ranks(2, restored_columns, run, left[:2])[0][1:] == (3, True)
+    assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True, ["node memory", "peer memory"])] * 3
+    assert run_ranks(2, restored_columns, run, left[:2])[0][1:3] == (3, True)

@@ -128,9 +128,9 @@ class Truth:
 class Spec:
     """A job: it `begins` with a restore, and saves every step until `stop`.
 
-    Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, or
-    durable. `deeds` are done by its processes at points. Storage gets every `durable_every`-th step; the others are
-    saved to memory alone.
+    Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, is
+    durable, or is over, that is, held in memory if it is not for storage. `deeds` are done by its processes at points.
+    Storage gets every `durable_every`-th step; the others are saved to memory alone.
     """
 
     run: str
@@ -141,7 +141,7 @@ class Spec:
     world_size: int = WORLD_SIZE
     numel: int = NUMEL
     stop: int = 10**9
-    pauses: Mapping[int, Literal["staged", "durable"]] = field(default_factory=dict)
+    pauses: Mapping[int, Literal["staged", "durable", "over"]] = field(default_factory=dict)
     deeds: Sequence[Deed] = ()
     generations: int = 2
     durable_every: int = 1
@@ -229,21 +229,24 @@ class _Told:
                 self._trouble[handle.step] = handle.trouble
                 self._log.tell(self._who, "trouble", step=handle.step, text=handle.trouble)
 
-    def pause(self, step: int, what: Literal["staged", "durable"]) -> None:
+    def pause(self, step: int, what: Literal["staged", "durable", "over"]) -> None:
         """Pause before the save of a step, after all earlier saves have come so far."""
         for _, handle in self._open:
-            (handle.staged if what == "staged" else handle.durable).wait(60)
+            if what == "over":
+                until(lambda handle=handle: handle.durable.is_over, timeout_s=60)  # type: ignore[misc]
+            else:
+                (handle.staged if what == "staged" else handle.durable).wait(60)
         self.look()
         self._log.tell(self._who, "paused", step=step)
         self._log.wait_for(f"pass-{step}")
 
 
-def keep(spec: Spec, node_dir: Path) -> None:
+def keep(spec: Spec, node_dir: Path, who: str = "keeper") -> None:
     """The function of a keeper's process: as a keeper that trainers start, but with deeds to do."""
     log = Log(spec.log)
-    log.enter("keeper")
+    log.enter(who)
     # Beside other work of the machine, one that gives way takes long.
-    with traced(log, "keeper", spec.deeds), patch.object(os, "nice"):
+    with traced(log, who, spec.deeds), patch.object(os, "nice"):
         serve(spec.run, node_dir=str(node_dir), idle_s=600.0, grace_s=5.0)
 
 

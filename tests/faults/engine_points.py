@@ -91,7 +91,8 @@ class Deed:
     number `nth` since they were armed. The process kills all processes named in `kills`, itself last if it is one of
     them; or it `stalls`, that is, waits for a sign.
 
-    Processes are called "keeper" and "rank-0", "rank-1", ...
+    Processes are called "rank-0", "rank-1", ..., and "keeper", or "keeper-0", "keeper-1", ... where each node has one;
+    `rank` is the number of the keeper's node then.
     """
 
     role: Role
@@ -163,7 +164,7 @@ class _Points(crash_points.Trace):
         super().__init__()
         self._log = log
         self._who = who
-        self._role: Role = "keeper" if who == "keeper" else "trainer"
+        self._role: Role = "keeper" if who.startswith("keeper") else "trainer"
         self._deeds = [deed for deed in deeds if deed.role == self._role and deed.rank in (None, self._rank)]
         self._num_saves = 0
 
@@ -185,7 +186,8 @@ class _Points(crash_points.Trace):
 
     @property
     def _rank(self) -> int | None:
-        return None if self._role == "keeper" else int(self._who.removeprefix("rank-"))
+        number = self._who.partition("-")[2]
+        return int(number) if number else None
 
     def reach(self, point: str) -> None:
         if not self._log.may(f"armed-{self._role}"):
@@ -220,7 +222,7 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
     points = _Points(log, who, deeds)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Slot, "advance", _advance(points)))
-        if who == "keeper":
+        if who.startswith("keeper"):
             write_at = PosixWriter.write_at
             stack.enter_context(crash_points.traced(points))
             stack.enter_context(patch.object(persist, "digest_blocks", _digest_blocks(points)))

@@ -29,6 +29,7 @@ from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, encode_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
+from holdfast.recovery.source_plan import FileSource, LostFile, plan_sources
 from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
@@ -238,26 +239,29 @@ class _Copy(NamedTuple):
 
 class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
-    the nearest copy there; no node if the run has it, or if it is one of the `lost` ones, which can be rebuilt."""
+    the nearest copy there, and its source; no node and no source if the run has it, or if it is one of the `lost` ones,
+    which can be rebuilt."""
 
     stored: StoredManifest
     seals: Sequence[FileSeal]
     files: Sequence[Mapping[str, _Copy]]
+    sources: Sequence[FileSource | None]
     lost: tuple[LostSlots, ...] = ()
 
     @property
     def tier(self) -> Tier:
         """The farthest tier that a file is read from. Files that no node has came to the run from a disk."""
-        tiers = {_nearest(holders)[1].tier if holders else NodeTier.NODE_DISK for holders in self.files}
+        tiers = {NodeTier.NODE_DISK if source is None else source.tier for source in self.sources}
         return _TIERS[max(tiers, key=lambda tier: tier.distance)]
 
     @property
     def copied(self) -> tuple[int, ...]:
         """The numbers of the files of which only copies on other nodes than their owners' are left."""
+        tiers = [{copy.tier for copy in holders.values()} for holders in self.files]
         return tuple(
             number
-            for number, holders in enumerate(self.files)
-            if holders and _nearest(holders)[1].tier is NodeTier.PEER_MEMORY
+            for number, found in enumerate(tiers)
+            if NodeTier.PEER_MEMORY in found and NodeTier.NODE_MEMORY not in found
         )
 
 
@@ -279,13 +283,20 @@ class Survey:
         self._bad = bad
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
+        self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories = inventories
+        self._inventories, self._held = inventories, {}
+        told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
+            if told.get(found.node) == found.held:  # most ranks of a node tell the same
+                continue
+            told[found.node] = found.held
+            for each in found.held:
+                self._held.setdefault(each.checkpoint_id, []).append((found.node, each))
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
                 try:
                     self._generations[checkpoint_id] = generation_of(folder, parts, checkpoint_id)
@@ -309,7 +320,7 @@ class Survey:
             run = Run.open(storage)
         except NotFoundError:
             return Chosen()
-        held = [each for inventory in self._inventories for each in inventory.held]
+        held = [each for held in self._held.values() for _, each in held]
         epoch, head = run.newest_epoch() or 0, run.head_place()
         foreign = _foreign(run, held)
         let_go = tuple(sorted(foreign))
@@ -346,7 +357,7 @@ class Survey:
                     b"" if self._all_know(whole.files) else whole.stored.data,
                     epoch,
                     whole.stored.folder,
-                    _owners(self._inventories, whole.files),
+                    _owners(self._inventories, whole),
                     is_head,
                     is_all=head is None,
                     given_up=(*given_up, *damaged),
@@ -354,9 +365,7 @@ class Survey:
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
                     copied=whole.copied,
                     has_more=self._has_parity(checkpoint_id)
-                    or any(
-                        each.tier is not NodeTier.NODE_MEMORY for each in held if each.checkpoint_id == checkpoint_id
-                    ),
+                    or any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
                     tier=whole.tier,
                     rebuild=self._rebuild(checkpoint_id, whole),
                 )
@@ -388,12 +397,13 @@ class Survey:
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
                 lost: tuple[LostSlots, ...] = ()
-                seals = self._seals(run, generation.place, stored, files)
+                sources = plan_sources([_lost_file(holders) for holders in files])
+                seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
                     lost = self._lost(checkpoint_id, files)
                     seals = _rebuilt_seals(manifest.file_names, files, lost) if lost else None
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _WholeCheckpoint(stored, seals, files, lost)
+                    return _WholeCheckpoint(stored, seals, files, sources, lost)
         return None
 
     def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
@@ -428,26 +438,29 @@ class Survey:
     def _files(self, checkpoint_id: str, names: Sequence[str]) -> list[dict[str, _Copy]]:
         """For each data file, the nodes that hold it, with the nearest copy there that is not known to be bad."""
         files: list[dict[str, _Copy]] = [{} for _ in names]
-        for inventory in self._inventories:
-            for each in inventory.held:
-                if each.checkpoint_id != checkpoint_id:
-                    continue
-                name, here = names[each.file], files[each.file].get(inventory.node)
-                is_bad = DamagedCopy(checkpoint_id, name, each.tier) in self._bad
-                is_own = each.tier is NodeTier.NODE_MEMORY
-                is_bad = is_bad or (is_own and FailedNode(checkpoint_id, inventory.node) in self._failed)
-                if not is_bad and (here is None or each.tier.distance < here.tier.distance):
-                    files[each.file][inventory.node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
+        for node, each in self._held[checkpoint_id]:
+            name, here = names[each.file], files[each.file].get(node)
+            is_bad = bool(self._bad) and DamagedCopy(checkpoint_id, name, each.tier) in self._bad
+            is_own = each.tier is NodeTier.NODE_MEMORY
+            is_bad = is_bad or (is_own and FailedNode(checkpoint_id, node) in self._failed)
+            if not is_bad and (here is None or each.tier.distance < here.tier.distance):
+                files[each.file][node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
     def _seals(
-        self, run: Run, place: Place, stored: StoredManifest, files: Sequence[Mapping[str, _Copy]]
+        self,
+        run: Run,
+        place: Place,
+        stored: StoredManifest,
+        files: Sequence[Mapping[str, _Copy]],
+        sources: Sequence[FileSource | None],
     ) -> Sequence[FileSeal] | None:
         """The seals of the files of the checkpoint at `place`. Where disks have parts of it, the run may have the files
         that no node has: all of them, if it is committed, and some that were brought there before a disk was lost. None
         where a file is nowhere."""
-        if all(files):
-            return [_nearest(holders)[1].seal for holders in files]
+        held = {number: files[number][source.node].seal for number, source in enumerate(sources) if source is not None}
+        if len(held) == len(files):
+            return list(held.values())
         if run.is_removed(place) or not any(
             copy.tier is NodeTier.NODE_DISK for holders in files for copy in holders.values()
         ):
@@ -458,8 +471,8 @@ class Survey:
         layouts = Files(stored.manifest)
         with suppress(NotFoundError):
             return [
-                _nearest(holders)[1].seal if holders else check_file(run.storage, stored, layouts.layout(number))
-                for number, holders in enumerate(files)
+                held[number] if number in held else check_file(run.storage, stored, layouts.layout(number))
+                for number in range(len(files))
             ]
         return None
 
@@ -478,7 +491,8 @@ def _rebuilt_seals(
         for found in each.slots
         for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
     }
-    return [_nearest(holders)[1].seal if holders else rebuilt[number] for number, holders in enumerate(files)]
+    held = [next(iter(holders.values())).seal if holders else None for holders in files]
+    return [seal or rebuilt[number] for number, seal in enumerate(held)]
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:
@@ -525,21 +539,22 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
         )
 
 
-def _nearest(holders: Mapping[str, _Copy]) -> tuple[str, _Copy]:
-    """A node that holds a file, and its copy there: one in the nearest tier of all nodes."""
-    return min(holders.items(), key=lambda held: held[1].tier.distance)
+def _lost_file(holders: Mapping[str, _Copy]) -> LostFile:
+    """A file in the form of the plan of sources."""
+    nbytes = max((copy.seal.nbytes for copy in holders.values()), default=0)
+    return LostFile(nbytes, {node: copy.tier for node, copy in holders.items()})
 
 
-def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, _Copy]]) -> tuple[int, ...]:
-    """For each file, a rank that can read it; the ranks of a node take turns. Every rank can read those that storage
-    has. Empty if all nodes have all others."""
+def _owners(inventories: Sequence[Inventory], whole: _WholeCheckpoint) -> tuple[int, ...]:
+    """For each file, a rank of the node that is its source; the ranks of a node take turns. Every rank can read those
+    that storage has. Empty if all nodes have all others."""
     nodes: dict[str, list[int]] = {}
     for number, inventory in enumerate(inventories):
         nodes.setdefault(inventory.node, []).append(number)
-    if all(nodes.keys() <= holders.keys() for holders in files if holders):
+    if all(nodes.keys() <= holders.keys() for holders in whole.files if holders):
         return ()
     owners = []
-    for index, holders in enumerate(files):
-        ranks = nodes[_nearest(holders)[0]] if holders else [EVERY_RANK]
+    for index, source in enumerate(whole.sources):
+        ranks = [EVERY_RANK] if source is None else nodes[source.node]
         owners.append(ranks[index % len(ranks)])
     return tuple(owners)

@@ -123,9 +123,10 @@ def copies_of(
     names = {fmt.NAME: EVERY_RANK} | {
         each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files) if file not in chosen.in_run
     }
+    far = {seal.files[number].name: NodeTier.PEER_MEMORY for number in chosen.copied}
     near: dict[str, tuple[FileCopy, ...]] = {}
     for name, holder in names.items():
-        tier = files[name][0] if name in files else NodeTier.NODE_MEMORY
+        tier = files[name][0] if name in files else far.get(name, NodeTier.NODE_MEMORY)
         in_memory = FileCopy(memory, prefix + name, tier, holder)
         copies = [in_memory] if name in files else []
         is_bad = DamagedCopy(seal.checkpoint_id, name, NodeTier.NODE_DISK) in bad

@@ -76,6 +76,14 @@ class ReachedKeeper(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class ProtectedPart(NamedTuple):
+    """The part of a snapshot that `rank` has: its size, and labels of the parallel groups of the rank."""
+
+    rank: int
+    nbytes: int
+    groups: tuple[str, ...]
+
+
 class PeerMeeting:
     """The meeting of the peers of one rank's node. `error` says why the slots are not protected; None after a meeting
     that succeeded."""
@@ -85,9 +93,9 @@ class PeerMeeting:
         self.error: HoldfastError | None = _not_met()
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
 
-    def meet(self, folder: NodeFolder, channel: Channel, deadline: Deadline, *, rank: int, nbytes: int) -> None:
-        """Meet the peers, and have the keeper of `folder` protect slots, of which `rank` has `nbytes`. The keeper must
-        be at work. Collective: the same errors are raised on all ranks.
+    def meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
+        """Meet the peers, and have the keeper of `folder` protect the slots, of which this rank has a `part`. The
+        keeper must be at work. Collective: the same errors are raised on all ranks.
 
         Raises:
             ConfigurationError: protection is required and cannot be had.
@@ -95,7 +103,7 @@ class PeerMeeting:
         """
         before, self.error = self.error, None
         try:
-            self._meet(folder, channel, deadline, rank=rank, nbytes=nbytes)
+            self._meet(folder, part, channel, deadline)
         except DeadlineError:
             self.error = before
             raise
@@ -106,10 +114,10 @@ class PeerMeeting:
             if channel.rank == 0 and (before is None or str(before) != str(error)):
                 _log.warning("the memory of the nodes is not protected against their loss: %s", error)
 
-    def _meet(self, folder: NodeFolder, channel: Channel, deadline: Deadline, *, rank: int, nbytes: int) -> None:
+    def _meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
         def card() -> NodeCard:
             domains = _domains(self.rules.domain)
-            return NodeCard(folder.identity(), own_host(), (rank,), nbytes, domains)
+            return NodeCard(folder.identity(), own_host(), (part.rank,), part.nbytes, domains, part.groups)
 
         def place(cards: Sequence[NodeCard]) -> _PlacedNodes:
             nodes = merged(cards)

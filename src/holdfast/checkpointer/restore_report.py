@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.reports import LoadReport
+from holdfast.reports import LoadReport, ReadSource
 from holdfast.wording import count
 
 #: The tier that a checkpoint was read from, or that a save writes to.
@@ -30,6 +30,11 @@ class RestoreReport:
     tier: Tier | None
     load: LoadReport | None
     earlier_resumes: int = 0
+
+    @property
+    def sources(self) -> tuple[ReadSource, ...]:
+        """Where the bytes came from that this rank needed: by tier, and by the rank that alone could read them."""
+        return () if self.load is None else self.load.sources
 
     @property
     def next_step(self) -> int:

@@ -417,6 +417,7 @@ def _looked_at(
         yield found, chosen
 
 
+@collector_paused()
 def _choose(
     run: Location,
     node: FoundOnNode | Exception,

@@ -13,7 +13,8 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
 from holdfast.peers.transport import PeerConnection, PeerTransport
 
-#: Limit for a peer to answer, where nothing says otherwise.
+#: Limits for a peer to answer where nothing says otherwise: to a connection, and to a request.
+_CONNECT_S: Final = 10.0
 ANSWER_S: Final = 30.0
 #: Time after which a connection that nobody uses is closed. (The peer closes it after a minute.)
 _IDLE_S: Final = 20.0
@@ -28,7 +29,7 @@ class Way(NamedTuple):
     address: str
     secret: bytes
 
-    def connect(self, timeout_s: float = ANSWER_S) -> PeerConnection:
+    def connect(self, timeout_s: float = _CONNECT_S) -> PeerConnection:
         """Connect to the peer."""
         return self.transport.connect(self.address, secret=self.secret, timeout_s=timeout_s)
 

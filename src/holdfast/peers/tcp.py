@@ -129,9 +129,9 @@ class TcpConnection:
                 try:
                     self._wire.send_message(message, deadline)
                     yield deadline
-                except TimeoutError as error:
-                    raise peer_failed(self._address, f"did not answer within {timeout_s:g} s") from error
                 except OSError as error:
+                    if isinstance(error, TimeoutError) and error.errno is None:  # else the system got no sign of life
+                        raise peer_failed(self._address, f"did not answer within {timeout_s:g} s") from error
                     raise peer_failed(self._address, f"broke the connection: {error}") from error
         except BaseException:
             self._is_closed = True
