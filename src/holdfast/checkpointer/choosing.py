@@ -9,6 +9,7 @@ those that somebody gave up or removed.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -17,6 +18,7 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
+from holdfast.checkpointer.rebuild_plan import HeldRow, LostSlots, NodeShare, Rebuild, plan_rebuild
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -24,13 +26,16 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
-from holdfast.node_memory.generations import Generation, read_generation
+from holdfast.node_memory.generations import Generation, encode_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
 from holdfast.recovery.source_plan import FileSource, LostFile, plan_sources
 from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
+
+#: Size of the secret that keepers prove to each other while they rebuild a checkpoint.
+_SECRET_NBYTES: Final = 32
 
 _log = logging.getLogger(__name__)
 #: The tiers of nodes, as reports name them.
@@ -83,13 +88,22 @@ class BadCopy(NamedTuple):
     node: str
 
 
+class FailedNode(NamedTuple):
+    """A node whose own slots and parity of a checkpoint cannot be used: this restore has found damage there, or had no
+    answer."""
+
+    checkpoint_id: str
+    node: str
+
+
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """The whole data files that a rank finds on its `node` and whose manifests the node has; and whether any trainer is
-    filling a slot."""
+    """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
+    whether any trainer is filling a slot."""
 
     node: str
     held: tuple[HeldFile, ...]
     is_filling: bool
+    rows: tuple[HeldRow, ...] = ()
 
 
 class Clearing(NamedTuple):
@@ -117,7 +131,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest that files
     are read from, and `bad` are the copies that nobody reads. `manifest` is for nodes that hold no file of the
     checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the
-    run yet.
+    run yet. With `rebuild`, files of it have to be rebuilt first, and then the ranks choose again.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -139,6 +153,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     has_more: bool = False
     tier: Tier = "node memory"
     bad: tuple[BadCopy, ...] = ()
+    rebuild: Rebuild | None = None
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -147,8 +162,10 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     senders: dict[str, int]
 
 
-def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = ()) -> Inventory:
-    """The inventory of this node's `slots`, and of the `parts` of checkpoints on its disks."""
+def inventory(
+    folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = (), rows: Iterable[HeldRow] = ()
+) -> Inventory:
+    """The inventory of this node's `slots`, of the `parts` of checkpoints on its disks, and of its `rows` of parity."""
     # First, because a slot that a trainer is just filling may be complete a moment later.
     is_filling = any(slot.state == SlotState.WRITING and not slot.is_copy and not _is_of_dead(slot) for slot in slots)
     held = []
@@ -179,7 +196,7 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPar
     has_trainers = has_any_trainer(folder)
     for part in parts:
         held += _held_on_disk(part, has_trainers=has_trainers)
-    return Inventory(folder.identity(), tuple(held), is_filling)
+    return Inventory(folder.identity(), tuple(held), is_filling, tuple(rows))
 
 
 def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
@@ -234,12 +251,14 @@ class _Copy(NamedTuple):
 
 class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
-    the nearest copy there, and its source; no node and no source if the run has it."""
+    the nearest copy there, and its source; no node and no source if the run has it, or if it is one of the `lost` ones,
+    which can be rebuilt."""
 
     stored: StoredManifest
     seals: Sequence[FileSeal]
     files: Sequence[Mapping[str, _Copy]]
     sources: Sequence[FileSource | None]
+    lost: tuple[LostSlots, ...] = ()
 
     @property
     def tier(self) -> Tier:
@@ -261,18 +280,21 @@ class _WholeCheckpoint(NamedTuple):
 class Survey:
     """Rank 0's view of the memory and disks of all nodes; with `clearing`, to make room for saves. `damaged` are the
     places of the checkpoints that this restore has found damaged there: it chooses one that is older than all of them.
-    Of the copies in `bad` it uses none, but others of the same file."""
+    Of the copies in `bad` it uses none, but others of the same file, and nothing that is of `failed` nodes
+    themselves."""
 
     def __init__(
         self,
         clearing: Clearing | None = None,
         damaged: Collection[Place] = (),
         bad: Collection[DamagedCopy] = (),
+        failed: Collection[FailedNode] = (),
     ) -> None:
         self._clearing = clearing
         self._damaged = damaged
         self._found_bad = bad
         self._bad: frozenset[BadCopy] = frozenset()
+        self._failed = failed
         self._inventories: Sequence[Inventory] = ()
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._generations: dict[str, Generation] = {}
@@ -333,11 +355,12 @@ class Survey:
         is_filling = any(inventory.is_filling for inventory in self._inventories)
         kept = {*committed, *tended}
         damaged = [each for each in places if places[each] in self._damaged and each not in kept]
+        spoilt = {*(each.checkpoint_id for each in self._bad), *(each.checkpoint_id for each in self._failed)}
         on_disk = {each.checkpoint_id for each in held if each.on_disk}
         for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
-            if whole is None and any(each.checkpoint_id == checkpoint_id for each in self._bad):
+            if whole is None and checkpoint_id in spoilt:
                 damaged += [] if checkpoint_id in kept else [checkpoint_id]
                 continue
             if whole is None:
@@ -363,9 +386,11 @@ class Survey:
                     let_go=let_go,
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
                     copied=whole.copied,
-                    has_more=any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
+                    has_more=self._has_parity(checkpoint_id)
+                    or any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
                     tier=whole.tier,
                     bad=tuple(sorted(self._bad, key=str)),
+                    rebuild=self._rebuild(checkpoint_id, whole),
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
@@ -395,10 +420,43 @@ class Survey:
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
                 sources = plan_sources([_lost_file(holders) for holders in files])
+                lost: tuple[LostSlots, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
+                if seals is None and not run.is_removed(generation.place):
+                    lost = self._lost(checkpoint_id, files)
+                    seals = _rebuilt_seals(manifest.file_names, files, lost) if lost else None
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _WholeCheckpoint(stored, seals, files, sources)
+                    return _WholeCheckpoint(stored, seals, files, sources, lost)
         return None
+
+    def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing; none if that cannot be done."""
+        own: dict[str, dict[int, str]] = {}
+        for number, holders in enumerate(files):
+            for node, copy in holders.items():
+                if copy.tier is NodeTier.NODE_MEMORY:
+                    own.setdefault(node, {})[number] = copy.seal.digest
+        shares: dict[str, NodeShare] = {}
+        for rank, inventory in enumerate(self._inventories):
+            node = inventory.node
+            if FailedNode(checkpoint_id, node) in self._failed:
+                continue
+            rows = [each.record for each in inventory.rows if each.checkpoint_id == checkpoint_id]
+            ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
+            shares[node] = NodeShare(ranks, own.get(node, {}), rows)
+        missing = [number for number, holders in enumerate(files) if not holders]
+        return plan_rebuild(missing, shares) or ()
+
+    def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
+        """What has to be done before a checkpoint can be read."""
+        if not whole.lost:
+            return None
+        run_id = whole.stored.manifest.body.run_id
+        generation = encode_generation(self._generations[checkpoint_id])
+        return Rebuild(run_id, generation, secrets.token_bytes(_SECRET_NBYTES), whole.lost)
+
+    def _has_parity(self, checkpoint_id: str) -> bool:
+        return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)
 
     def _files(self, checkpoint_id: str, names: Sequence[str]) -> list[dict[str, _Copy]]:
         """For each data file, the nodes that hold it, with the nearest copy there that is not known to be bad."""
@@ -406,7 +464,8 @@ class Survey:
         for node, each in self._held[checkpoint_id]:
             name, here = names[each.file], files[each.file].get(node)
             is_nearer = here is None or each.tier.distance < here.tier.distance
-            if is_nearer and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
+            is_failed = each.tier is NodeTier.NODE_MEMORY and FailedNode(checkpoint_id, node) in self._failed
+            if is_nearer and not is_failed and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
                 files[each.file][node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
@@ -447,6 +506,22 @@ class Survey:
 def is_bad(bad: Collection[BadCopy], checkpoint_id: str, name: str, tier: NodeTier, node: str) -> bool:
     """Whether a copy of a file on a node is one of the `bad` ones."""
     return bool(bad) and any(BadCopy(checkpoint_id, name, tier, each) in bad for each in (node, ""))
+
+
+def _rebuilt_seals(
+    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], lost: Iterable[LostSlots]
+) -> list[FileSeal]:
+    """The seals of files, of which those that no node holds are in `lost` slots."""
+    rebuilt = {
+        part.file: FileSeal(names[part.file], part.nbytes, digest)
+        for each in lost
+        for found in each.slots
+        for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
+    }
+    return [
+        min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]
+        for number, holders in enumerate(files)
+    ]
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:

@@ -36,7 +36,7 @@ from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
-from holdfast.node_memory.peering import forget_peers, noted_table, peer_trouble
+from holdfast.node_memory.peering import forget_peers, noted_secret, peer_trouble
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
@@ -105,7 +105,7 @@ class Stager:
             groups = parallel_groups(flat.tensors.values(), rank=self._rank, world_size=channel.world_size)
             part = ProtectedPart(self._rank, _nbytes(share), groups)
             self._meeting.meet(folder, part, channel, deadline)
-        elif noted_table(folder) is not None:  # an earlier job wanted it
+        elif noted_secret(folder) is not None:  # an earlier job wanted it, or a restore needed other nodes
             forget_peers(folder)
 
     def fits(self, share: StoredShare) -> bool:

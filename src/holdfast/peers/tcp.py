@@ -17,7 +17,7 @@ from holdfast.errors import StorageError
 from holdfast.peers import handshake
 from holdfast.peers.peer_errors import not_understood, peer_failed
 from holdfast.peers.peer_messages import (
-    GetRange,
+    Get,
     Noted,
     PeerReply,
     PeerRequest,
@@ -93,7 +93,7 @@ class TcpConnection:
                 self._wire.send_bytes(data, deadline)
             return self._reply(deadline)
 
-    def get(self, request: GetRange, out: Bytes, *, timeout_s: float) -> PeerReply:
+    def get(self, request: Get, out: Bytes, *, timeout_s: float) -> PeerReply:
         """Fill `out` with the bytes that `request` asks for."""
         _require_size(out.nbytes, request.nbytes)
         with self._exchange(request, timeout_s) as deadline:
