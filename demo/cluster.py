@@ -22,7 +22,7 @@ from holdfast.run.paths import parse
 from tests.support.nodes import MEMORY, Network, Node
 
 _WATCH_S: Final = 0.01
-_TIMEOUT_S, _END_TIMEOUT_S = 400.0, 60.0
+_TIMEOUT_S, _END_TIMEOUT_S = 600.0, 60.0
 _RENDEZVOUS_PORT: Final = 29400
 #: How often a node sends again what the other end does not acknowledge, before a connection counts as broken: the ranks
 #: notice in a few seconds that a node is lost. The default, 15, takes a quarter of an hour.

@@ -238,7 +238,7 @@ def _phases(seen: Seen) -> list[Phase]:
     failed = [note["at"] for note in _all(seen.before, "failed")]
     joined, first_loss = seen.after.each("joined"), seen.after.each("loss", step=seen.step + 1)
     moments = {
-        "The other ranks notice it (TCP gives up)": min(failed),
+        "The other ranks notice it (gloo gives up)": min(failed),
         "torchrun meets again, without the lost node": min(note["begun"] for note in joined),
         "Python starts, and the ranks form a group": max(note["at"] for note in joined),
         "The script builds its model": max(note["at"] for note in seen.after.each("built")),

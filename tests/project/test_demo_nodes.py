@@ -120,7 +120,7 @@ def test_the_page_opens_in_a_browser_and_nothing_of_it_is_wider_than_the_window(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("network")  # nodes can be emulated here
 def test_the_demo_loses_a_node_and_keeps_its_promises(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "COLUMNS": "200"}

@@ -152,8 +152,8 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     copied: tuple[int, ...] = ()
     has_more: bool = False
     tier: Tier = "node memory"
-    bad: tuple[BadCopy, ...] = ()
     rebuild: Rebuild | None = None
+    bad: tuple[BadCopy, ...] = ()
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -389,8 +389,8 @@ class Survey:
                     has_more=self._has_parity(checkpoint_id)
                     or any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
                     tier=whole.tier,
-                    bad=tuple(sorted(self._bad, key=str)),
                     rebuild=self._rebuild(checkpoint_id, whole),
+                    bad=tuple(sorted(self._bad, key=str)),
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
@@ -463,9 +463,9 @@ class Survey:
         files: list[dict[str, _Copy]] = [{} for _ in names]
         for node, each in self._held[checkpoint_id]:
             name, here = names[each.file], files[each.file].get(node)
+            is_lost = each.tier is NodeTier.NODE_MEMORY and FailedNode(checkpoint_id, node) in self._failed
             is_nearer = here is None or each.tier.distance < here.tier.distance
-            is_failed = each.tier is NodeTier.NODE_MEMORY and FailedNode(checkpoint_id, node) in self._failed
-            if is_nearer and not is_failed and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
+            if is_nearer and not is_lost and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
                 files[each.file][node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
@@ -503,11 +503,6 @@ class Survey:
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
 
-def is_bad(bad: Collection[BadCopy], checkpoint_id: str, name: str, tier: NodeTier, node: str) -> bool:
-    """Whether a copy of a file on a node is one of the `bad` ones."""
-    return bool(bad) and any(BadCopy(checkpoint_id, name, tier, each) in bad for each in (node, ""))
-
-
 def _rebuilt_seals(
     names: Sequence[str], files: Sequence[Mapping[str, _Copy]], lost: Iterable[LostSlots]
 ) -> list[FileSeal]:
@@ -522,6 +517,11 @@ def _rebuilt_seals(
         min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]
         for number, holders in enumerate(files)
     ]
+
+
+def is_bad(bad: Collection[BadCopy], checkpoint_id: str, name: str, tier: NodeTier, node: str) -> bool:
+    """Whether a copy of a file on a node is one of the `bad` ones."""
+    return bool(bad) and any(BadCopy(checkpoint_id, name, tier, each) in bad for each in (node, ""))
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:

@@ -31,6 +31,7 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
+from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
@@ -152,6 +153,10 @@ class _PeerSession:
     lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    paces: LinkPaces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paces = LinkPaces(self.table.pacing)
 
     def state(self, peer: int) -> _PeerState:
         """The state of the way to a peer."""
@@ -267,6 +272,8 @@ class Protection:
         """End all connections, and wait for the threads that send."""
         if self._listener is not None:
             self._listener.close()
+        if self._session is not None:
+            self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
         self._sums.close()
 
@@ -374,7 +381,8 @@ class Protection:
             return
         if self._transport is None or time.monotonic() < state.retry_at:
             return
-        way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
+        address = session.table.nodes[target].address
+        way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
         self._sending[name, target] = _Sending(
             session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
         )
@@ -506,7 +514,8 @@ def _send_ranges(
         while (following_range := following()) is not None:
             start, stop = following_range
             put = PutRange(token, start, stop - start)
-            require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
+            region = Region(fd, offset + start, stop - start)
+            require(stream.put(put, region, timeout_s=_RANGE_S, pace=way.pace), Noted, way)
 
     def send_by_another() -> None:
         with way.connect() as stream:
