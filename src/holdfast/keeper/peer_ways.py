@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
-from holdfast.peers.transport import PeerConnection, PeerTransport
+from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
 #: Limit for a peer to answer, where nothing says otherwise.
 ANSWER_S: Final = 30.0
@@ -24,11 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 class Way(NamedTuple):
-    """The way to the peer at `address`."""
+    """The way to the peer at `address`, and the pace at which slots go there."""
 
     transport: PeerTransport
     address: str
     secret: bytes
+    pace: PutPace | None = None
 
     def connect(self, timeout_s: float = CONNECT_S) -> PeerConnection:
         """Connect to the peer."""
