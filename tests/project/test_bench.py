@@ -24,7 +24,9 @@ from bench.agreement import AGREEMENT
 from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_limit
 from bench.contenders import LATER, MANY
 from bench.costs import Watch
+from bench.emulated_nodes import NODES
 from bench.front import render_chart, render_front
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.parity import PARITY
@@ -48,9 +50,12 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    lost_nodes_result,
+    nodes_result,
     objects_result,
     parity_result,
     part,
+    peers_result,
     plan_result,
     prune_result,
     sample,
@@ -80,6 +85,9 @@ FOUND = {
         events_result(),
         objects_result(),
         parity_result(),
+        nodes_result(),
+        lost_nodes_result(),
+        peers_result(),
     )
 }
 
@@ -104,6 +112,17 @@ def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
     assert "| 1,000 checkpoints | 5.10 | 7.00 | 12.50 |" in PRUNE.render(prune_result())
 
 
+def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_what_it_moves() -> None:
+    assert all(bar.met for bar in NODES.judged(nodes_result()).values())
+    slow = NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
+    assert {what: bar.met for what, bar in slow.items()} == {
+        "protection, 2 nodes, of a plain copy": False,
+        "memory beyond snapshots and copies, 2 nodes": True,
+        "restore of a lost node, 4 nodes, 2 Gbit/s, of a plain copy": True,
+        "bytes moved / bytes lost, 8 nodes": False,
+    }
+
+
 def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -> None:
     assert all(bar.met for bar in PARITY.judged(parity_result()).values())
     slow = PARITY.judged(parity_result(encode_s=0.25))
@@ -112,6 +131,12 @@ def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -
         "parity of 4+2, of memcpy": True,
     }
     assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
+
+
+def test_the_choice_after_losses_may_take_a_second() -> None:
+    assert all(bar.met for bar in LOST_NODES.judged(lost_nodes_result()).values())
+    assert not any(bar.met for bar in LOST_NODES.judged(lost_nodes_result(choose_s=1.25)).values())
+    assert "| 2,048 nodes | 8,960 | 18.0 | 0.25 | 0.50 |" in LOST_NODES.render(lost_nodes_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
