@@ -13,7 +13,7 @@ from holdfast.errors import HoldfastError, StorageError
 from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
 from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
-#: Limits for a peer to answer where nothing says otherwise: to a connection, and to a request.
+#: Limit for a peer to answer, where nothing says otherwise.
 ANSWER_S: Final = 30.0
 #: Limit for a connection to a peer.
 CONNECT_S: Final = 10.0
