@@ -15,6 +15,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from holdfast import Memory
+    from tests.support.nodes import Network
     from tests.support.servers.fault_proxy import FaultProxy
     from tests.support.servers.s3 import Bucket, MotoServer
 
@@ -55,6 +56,18 @@ def memory(node_dir: Path) -> Memory:
     from holdfast import Memory
 
     return Memory(node_dir=node_dir)
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    """A network without nodes, which starts emulated nodes; they end with the test."""
+    from tests.support.nodes import Network, missing
+
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+    with Network(tmp_path / "network") as network:
+        yield network
 
 
 @pytest.fixture(scope="session")

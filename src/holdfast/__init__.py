@@ -46,8 +46,17 @@ if TYPE_CHECKING:
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.stop import StopAfter
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
+    from holdfast.protection.policies import Copies
     from holdfast.publishing import transfer
-    from holdfast.reports import CopyReport, ExportReport, ImportReport, LoadReport, SaveReport, TransferReport
+    from holdfast.reports import (
+        CopyReport,
+        ExportReport,
+        ImportReport,
+        LoadReport,
+        ReadSource,
+        SaveReport,
+        TransferReport,
+    )
     from holdfast.run.compaction import compact
     from holdfast.run.listing import ListedCheckpoint
     from holdfast.run.manage import ls, pin, remove, unpin
@@ -63,6 +72,7 @@ _HOMES = {
     "Checkpointer": "holdfast.checkpointer",
     "ExportHub": "holdfast.checkpointer.export_hub",
     "Memory": "holdfast.checkpointer.memory_option",
+    "Copies": "holdfast.protection.policies",
     "Handle": "holdfast.checkpointer.handle",
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
@@ -80,6 +90,7 @@ _HOMES = {
     "ExportReport": "holdfast.reports",
     "ImportReport": "holdfast.reports",
     "LoadReport": "holdfast.reports",
+    "ReadSource": "holdfast.reports",
     "TransferReport": "holdfast.reports",
     "PerRank": "holdfast.state.per_rank",
     "Piecewise": "holdfast.frameworks.piecewise",
@@ -121,6 +132,7 @@ __all__ = [
     "Box",
     "Checkpointer",
     "ConfigurationError",
+    "Copies",
     "CopyReport",
     "CorruptError",
     "DeadlineError",
@@ -152,6 +164,7 @@ __all__ = [
     "PerRank",
     "Piecewise",
     "RandomState",
+    "ReadSource",
     "RestoreReport",
     "SavePolicy",
     "SaveReport",

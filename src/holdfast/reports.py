@@ -61,6 +61,16 @@ class SaveReport:
         return printed("SaveReport", self.summary, self.path, own, *listed("diverged", self.diverged))
 
 
+@dataclass(frozen=True)
+class ReadSource:
+    """``nbytes`` that a rank needed and that came from a `tier`: "node memory", "peer memory", "node disk" or
+    "storage". Only `rank` could read them, and passed them on; None: any rank could."""
+
+    tier: str
+    rank: int | None
+    nbytes: int
+
+
 @dataclass(frozen=True, repr=False)
 class LoadReport:
     """A loaded state. `state` is the whole tree that was loaded into (tuples in it are new).
@@ -70,7 +80,8 @@ class LoadReport:
     than they are stored in. With a mapping, all names are those after its rules. ``read_nbytes`` is the number of bytes
     that this rank read from storage, ``needed_nbytes`` the number that its state holds of them. Ranks read for each
     other, and they read whole digest blocks, so only the sums of both over all ranks can be compared. ``verify_s`` is
-    the time that this rank's threads spent on digests. `on_meta` are tensors that still have no memory, on the meta
+    the time that this rank's threads spent on digests. `sources` says where the bytes came from that this rank needed.
+    `on_meta` are tensors that still have no memory, on the meta
     device: with ``strict`` only tensors that were not selected. `reseeded` are `RandomState` entries that another
     number of ranks saved: their generators do not continue where they were. `diverged` are the tensors that the
     checkpoint marks so, as in `SaveReport`. `skipped` are newer checkpoints that ``fallback=True`` passed over, or
@@ -96,6 +107,7 @@ class LoadReport:
     verify_s: float
     seconds: dict[str, float]
     skipped: tuple[tuple[str, str], ...]
+    sources: tuple[ReadSource, ...]
     state: object = field(repr=False)
 
     @property

@@ -110,9 +110,9 @@ def test_the_disk_has_the_files_of_the_run_byte_for_byte_and_keeps_the_newest_tw
         until(lambda: steps_on(disk, run) == {1: True, 2: True})
     (below,) = disk.iterdir()
     assert below.stat().st_mode & 0o777 == 0o700
-    for path in below.glob("checkpoints/*/*"):
+    for path in below.glob("checkpoints/*/[!.]*"):
         assert path.read_bytes() == (Path(run) / path.relative_to(below)).read_bytes()
-    assert len(list(below.glob("checkpoints/*/*"))) == 6
+    assert len(list(below.glob("checkpoints/*/[!.]*"))) == 6
 
 
 def test_after_the_node_went_down_the_disk_is_read_and_not_the_run(run: str, node_dir: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ of one save in the order in which trainers and their keeper pass them.
 ``X.asked`` and so on   as in `crash_points`
 ``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
 ``after P``             trainers have agreed in phase P of a save
+``R.asked``, ``R``      a keeper is about to make the request R of a peer, and has its answer
+``copy S`` and so on    as above, of a copy of another node's slot
 ======================  ====================================================================================
 
 A `Deed` is done at a point once, by the first process that gets there after the test has armed it.
@@ -44,6 +46,8 @@ from holdfast.io.digest import digest_blocks
 from holdfast.keeper import persist
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotRecord
+from holdfast.peers.peer_messages import PeerReply, PeerRequest
+from holdfast.peers.tcp import TcpConnection
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixWriter
 from tests.faults import crash_points
@@ -83,6 +87,16 @@ KEEPER: Final = [
     "COMMITTED.asked",
     "COMMITTED",
 ]
+#: The points that the keeper of a protected node passes besides, those of a peer that gets the copy, and the last ones
+#: of the first node.
+PROTECTING: Final = [
+    *("OfferCopy.asked", "OfferCopy", "PutGeneration.asked", "PutGeneration", "PutRange.asked", "PutRange"),
+    *("Finish.asked", "Finish", "NoteProtected.asked", "NoteProtected"),
+]
+COPYING: Final = [
+    *("copy WRITING.asked", "copy WRITING", "copy STAGED.asked", "copy STAGED", "copy HELD.asked", "copy HELD"),
+]
+MARKING: Final = ["MarkProtected.asked", "MarkProtected"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +105,8 @@ class Deed:
     number `nth` since they were armed. The process kills all processes named in `kills`, itself last if it is one of
     them; or it `stalls`, that is, waits for a sign.
 
-    Processes are called "keeper" and "rank-0", "rank-1", ...
+    Processes are called "rank-0", "rank-1", ..., and "keeper", or "keeper-0", "keeper-1", ... where each node has one;
+    `rank` is the number of the keeper's node then.
     """
 
     role: Role
@@ -163,7 +178,7 @@ class _Points(crash_points.Trace):
         super().__init__()
         self._log = log
         self._who = who
-        self._role: Role = "keeper" if who == "keeper" else "trainer"
+        self._role: Role = "keeper" if who.startswith("keeper") else "trainer"
         self._deeds = [deed for deed in deeds if deed.role == self._role and deed.rank in (None, self._rank)]
         self._num_saves = 0
 
@@ -185,7 +200,8 @@ class _Points(crash_points.Trace):
 
     @property
     def _rank(self) -> int | None:
-        return None if self._role == "keeper" else int(self._who.removeprefix("rank-"))
+        number = self._who.partition("-")[2]
+        return int(number) if number else None
 
     def reach(self, point: str) -> None:
         if not self._log.may(f"armed-{self._role}"):
@@ -220,11 +236,13 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
     points = _Points(log, who, deeds)
     with ExitStack() as stack:
         stack.enter_context(patch.object(Slot, "advance", _advance(points)))
-        if who == "keeper":
+        if who.startswith("keeper"):
             write_at = PosixWriter.write_at
             stack.enter_context(crash_points.traced(points))
             stack.enter_context(patch.object(persist, "digest_blocks", _digest_blocks(points)))
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
+            stack.enter_context(patch.object(TcpConnection, "ask", _request(points, TcpConnection.ask)))
+            stack.enter_context(patch.object(TcpConnection, "put", _request(points, TcpConnection.put)))
         else:
             stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
             stack.enter_context(patch.object(Channel, "exchange", _exchange(points)))
@@ -249,11 +267,23 @@ def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
     advance = Slot.advance
 
     def traced_advance(self: Slot, record: SlotRecord) -> None:
-        points.reach(f"{record.state.name}.asked")
+        state = f"copy {record.state.name}" if self.is_copy else record.state.name
+        points.reach(f"{state}.asked")
         advance(self, record)
-        points.reach(record.state.name)
+        points.reach(state)
 
     return traced_advance
+
+
+def _request(points: _Points, untraced: Callable[..., PeerReply]) -> Callable[..., PeerReply]:
+    def traced_request(self: TcpConnection, request: PeerRequest, *data: Any, timeout_s: float) -> PeerReply:
+        kind = type(request).__name__
+        points.reach(f"{kind}.asked")
+        reply = untraced(self, request, *data, timeout_s=timeout_s)
+        points.reach(kind)
+        return reply
+
+    return traced_request
 
 
 def _refresh(points: _Points) -> Callable[[Slot], SlotRecord]:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TypeVarTuple
 
 import tests.support.ranks  # noqa: F401 - the fork server that it makes has torch
+from tests.support.namespaces import children_inside, enter
 
 Ts = TypeVarTuple("Ts")
 
@@ -77,10 +78,11 @@ class Process:
         return self.wait()
 
 
-def start(function: Callable[[*Ts], object], *args: *Ts, err: Path) -> Process:
-    """Start a process that calls a top-level function; it appends its standard error to the file `err`."""
+def start(function: Callable[[*Ts], object], *args: *Ts, err: Path, inside: int | None = None) -> Process:
+    """Start a process that calls a top-level function; it appends its standard error to the file `err`. It lives in the
+    namespaces of the process `inside`, if given (see `tests.support.nodes`)."""
     err.touch()
-    return Process(_nurse().ask(_Fork(pickle.dumps((function, args)), str(err))), err)
+    return Process(_nurse().ask(_Fork(pickle.dumps((function, args)), str(err), inside)), err)
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
 class _Fork:
     call: bytes
     err: str
+    inside: int | None
 
 
 @dataclass(frozen=True)
@@ -183,9 +186,10 @@ def _serve(connection: Connection) -> None:
         if isinstance(order, _Wait):
             answer = os.waitpid(order.pid, 0)[1]
         else:
-            answer = os.fork()
-            if not answer:
-                os._exit(_run(connection, order))
+            with children_inside(order.inside):
+                answer = os.fork()
+                if not answer:
+                    os._exit(_run(connection, order))
         connection.send_bytes(b"%d" % answer)
 
 
@@ -212,6 +216,8 @@ def _run(connection: Connection, order: _Fork) -> int:
         descriptor = os.open(order.err, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(descriptor, 2)
         os.close(descriptor)
+        if order.inside is not None:
+            enter(order.inside)
         function, args = pickle.loads(order.call)
         function(*args)
     except SystemExit as end:

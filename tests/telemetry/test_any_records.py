@@ -26,6 +26,8 @@ EVENTS = (
         "SavePlaced",
         "SaveStaged",
         "SaveSealed",
+        "SaveProtected",
+        "SaveUnprotected",
         "SaveHeld",
         "SaveDelayed",
         "SaveCommitted",

@@ -15,17 +15,23 @@ from holdfast.store.base import Capabilities, Store
 
 
 class Tier(Enum):
-    """A place for copies, by its distance from the reader."""
+    """A place for copies, by its distance from the reader. Peer memory has copies that a node holds for other nodes:
+    its own ranks read them as they read their own memory, and all others need a rank of that node."""
 
     LIVE_MEMORY = "live memory"
     NODE_MEMORY = "node memory"
+    PEER_MEMORY = "peer memory"
     NODE_DISK = "node disk"
     STORAGE = "storage"
+
+    def __init__(self, _: str) -> None:
+        #: Its number in the order of distances.
+        self.distance = len(type(self).__members__)
 
     @property
     def is_prompt(self) -> bool:
         """Whether reads of this tier wait for nothing. (Live memory may be that of an accelerator.)"""
-        return self is Tier.NODE_MEMORY
+        return self in (Tier.NODE_MEMORY, Tier.PEER_MEMORY)
 
 
 #: The holder of a copy that every rank can read.

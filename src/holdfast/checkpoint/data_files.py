@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from holdfast.checkpoint.catalogue import Catalogue
+from holdfast.checkpoint.catalogue import Catalogue, FileCopy
 from holdfast.checkpoint.delivery import Delivery, Targets
 from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES, FilePlaces, Files, StoredCells
@@ -69,9 +69,13 @@ class DataFiles:
         """The abilities of the store that they are read from: see `Catalogue.capabilities`."""
         return self.catalogue.capabilities(self.manifest.file_names)
 
+    def nearest(self, file: int) -> FileCopy:
+        """The copy of file number `file` that is read."""
+        return self.catalogue.nearest(self.manifest.file_name(file))
+
     def key(self, file: int) -> str:
         """The key of the nearest copy of file number `file`, without its folder."""
-        return self.catalogue.nearest(self.manifest.file_name(file)).key.rpartition("/")[2]
+        return self.nearest(file).key.rpartition("/")[2]
 
     def path(self, name: str) -> str:
         """Full path of the nearest copy of file `name`."""
@@ -152,7 +156,7 @@ class DataFiles:
         open_reader: OpenReader = open_reader,
     ) -> DataFile:
         """Open a data file. `verify` has no effect on files without a seal."""
-        copy = self.catalogue.nearest(self.manifest.file_name(index))
+        copy = self.nearest(index)
         return DataFile(open_reader(copy.store, copy.key), copy.path, data_start, data_nbytes, None)
 
     def corrupt_block(self, file: DataFile, block: int) -> CorruptError:

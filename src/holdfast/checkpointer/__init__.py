@@ -551,7 +551,7 @@ class Checkpointer:
         """The memory tier of this process in the run; None if all saves go to storage."""
         if self._tier is None and self._memory is not None:
             node = NodeDirs(own_node_dir(self._memory, self._run, self._takeover), self._disk)
-            self._tier = tier_for(self, self._run, node, rank=global_rank(), num_slots=self._memory.generations)
+            self._tier = tier_for(self, self._run, node, global_rank(), self._memory)
         return self._tier
 
     def _let_go(self, *, patience_s: float | None = None) -> None:

@@ -143,12 +143,13 @@ class BackgroundSave:
             self.agreed = agreed
         share = next_share(agreed, known.share, rank)
         if agreed.manifest:
-            self._prepare(share)
+            self._prepare(share, mine.flat)
         known.remember(share, planner.memory)
         return agreed, share, mine.flat, planning.values(mine)
 
-    def _prepare(self, share: StoredShare) -> None:
-        """Take memory for a new plan on all ranks. Raises on all ranks if one has too little. Collective."""
+    def _prepare(self, share: StoredShare, flat: FlatState) -> None:
+        """Take memory for a new plan on all ranks, and have it protected. Raises on all ranks if one has too little.
+        Collective."""
 
         def prepare() -> None:
             if not self.stager.fits(share):
@@ -156,6 +157,7 @@ class BackgroundSave:
 
         begun_s = time.perf_counter()
         self.channel.confirm("memory", attempt(prepare), self.deadline)
+        self.stager.meet_peers(share, flat, self.channel, self.deadline)
         self.machine.have_memory(time.perf_counter() - begun_s)
 
     def _flat(self) -> FlatState:

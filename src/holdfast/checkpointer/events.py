@@ -84,6 +84,21 @@ class SaveSealed(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveProtected(_Timed):
+    """All files of the checkpoint have their copies on other nodes."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveUnprotected(_Timed):
+    """The checkpoint will not be protected by copies on other nodes; `error` says why. The save goes on."""
+
+    step: int
+    error: HoldfastError
+
+
+@dataclass(frozen=True, slots=True)
 class SaveHeld(_Timed):
     """A save to memory alone has succeeded: this rank's part is sealed, and stays in memory until a newer checkpoint is
     there too. If the job ends before, the keeper makes it durable."""
@@ -257,6 +272,8 @@ SaveEvent = (
     | SaveSkipped
     | SaveStaged
     | SaveSealed
+    | SaveProtected
+    | SaveUnprotected
     | SaveHeld
     | SaveDelayed
     | SaveCommitted

@@ -6,6 +6,7 @@ import time
 
 from holdfast.calls import refuse_nested
 from holdfast.checkpointer.events import (
+    SaveBegun,
     SaveCommitted,
     SaveDelayed,
     SaveEvent,
@@ -13,12 +14,14 @@ from holdfast.checkpointer.events import (
     SaveHeld,
     SaveMemoryReady,
     SavePlaced,
+    SaveProtected,
     SaveReturned,
     SaveSkipped,
     SaveStaged,
+    SaveUnprotected,
     SaveUnwatched,
 )
-from holdfast.checkpointer.save_errors import held_in_memory, last_try, unless_known
+from holdfast.checkpointer.save_errors import held_in_memory, last_try, unless_known, unprotected
 from holdfast.errors import DeadlineError, FencedError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.latch import Latch
@@ -88,8 +91,10 @@ class Stage:
 
 class Handle:
     """One save. `staged` is done when this rank's part is copied to the memory of its node, where it survives this
-    process. `durable` is done when the checkpoint of all ranks is in storage and committed. A save with
-    `memory_only` ends when it is `held` in memory; its `durable` then has the error ``config.memory_only``.
+    process. `protected` is done when every file of the checkpoint has its copies on other nodes
+    (``Memory(protect=...)``), where it survives the loss of nodes; else it has an error that says why it is not.
+    `durable` is done when the checkpoint of all ranks is in storage and committed. A save with `memory_only` ends when
+    it is `held` in memory; its `durable` then has the error ``config.memory_only``.
 
     `place` is the checkpoint's place in the run's history. It is None until all ranks have agreed on it, which they
     have when the save is staged, and stays None if the save was `skipped`, because no slot was free.
@@ -106,6 +111,7 @@ class Handle:
         self.skipped = self.held = False
         self.blocked_s = self.memory_wait_s = 0.0
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
+        self.protected = Stage(f"the protection of step {step}", begun_s=begun_s)
         self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
 
     @property
@@ -124,6 +130,12 @@ class Handle:
                 self.blocked_s = event.blocked_s
             case SaveStaged():
                 self.staged.end(nbytes=event.nbytes)
+            case SaveProtected():
+                self.protected.end()
+            case SaveUnprotected():
+                self.protected.end(event.error)
+            case SaveBegun(tier="storage"):
+                self.protected.end(unprotected(event.step))
             case SaveDelayed():
                 self.durable.trouble = event.trouble
             case SaveCommitted():
@@ -134,6 +146,7 @@ class Handle:
                 self.durable.end(held_in_memory(event.step))
             case SaveSkipped() | SaveUnwatched() | SaveFailed():
                 self.skipped = isinstance(event, SaveSkipped)
+                self.protected.end(event.error)
                 self.durable.end(event.error)  # first, so that a thread that waits for `staged` finds both
                 self.staged.end(event.error)
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from holdfast.checkpointer.peer_meeting import ProtectionRules
 from holdfast.control.torch_store import global_rank
 from holdfast.errors import HoldfastError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.node_memory.turns import dir_in_turn
-from holdfast.options import checked_number
+from holdfast.options import check_flag, checked_number
+from holdfast.protection.policies import Copies, Parity
 from holdfast.run.session import Takeover
 from holdfast.store.base import Location
 from holdfast.store.urls import absolute
@@ -22,12 +24,30 @@ from holdfast.store.urls import absolute
 class Memory:
     """The use that a `Checkpointer` makes of a node's memory: it keeps `generations` snapshots per rank, at least 2,
     because one must be whole while the next is copied. `node_dir` is the path of a file system in memory, as a `Path`
-    or as text."""
+    or as text.
+
+    With ``protect=Copies(n)``, keepers send each snapshot to the memory of `n` other nodes, so that the newest one
+    survives the loss of nodes. With ``protect=Parity(losses)``, groups of nodes keep parity instead, which takes less
+    memory, and a restore rebuilds what was lost. Where that cannot be done, training goes on with a warning, or with
+    `require_protection` the first save raises ``config.protection``. `domain` names the failure domains in which this
+    node lies, the largest first, such as ``"block-2/rack-7"``; a `Path` is that of a file with that text, and None
+    means the variable ``HOLDFAST_DOMAIN`` of the environment. Copies lie in other domains than their owner, and no
+    domain has more nodes of a group than may be lost.
+    """
 
     generations: int = 2
     node_dir: Path = DEFAULT_NODE_DIR
+    protect: Copies | Parity | None = None
+    require_protection: bool = False
+    domain: str | Path | None = None
 
     def __post_init__(self) -> None:
+        protect: object = self.protect
+        if not isinstance(protect, Copies | Parity | None):
+            raise TypeError(f"protect is holdfast.Copies(n), holdfast.Parity(losses) or None, not {protect!r}")
+        check_flag("require_protection", self.require_protection)
+        if self.require_protection and protect is None:
+            raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
         least = "one must be whole while the next is copied"
         object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
         node_dir: object = self.node_dir
@@ -37,6 +57,11 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+    @property
+    def protection(self) -> ProtectionRules | None:
+        """The rules by which snapshots are protected; None if they are not."""
+        return None if self.protect is None else ProtectionRules(self.protect, self.domain, self.require_protection)
 
 
 class NodeDirs(NamedTuple):

@@ -23,7 +23,7 @@ from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.choosing import Clearing
 from holdfast.checkpointer.commit_wait import CommitWait
-from holdfast.checkpointer.memory_option import NodeDirs
+from holdfast.checkpointer.memory_option import Memory, NodeDirs
 from holdfast.checkpointer.restoring import Restored, drop_parts, make_room
 from holdfast.checkpointer.save_errors import is_unusable, never_committed, no_time, not_committed, too_slow
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
@@ -68,17 +68,18 @@ class _Key(NamedTuple):
 _tiers: Final[dict[_Key, MemoryTier]] = {}
 
 
-def tier_for(user: object, run: Location, node: NodeDirs, *, rank: int, num_slots: int) -> MemoryTier:
-    """The memory tier of this process for `rank` in `run`; makes it if there is none. `user` shares it until it leaves
-    or is garbage-collected. The tier has as many slots as the user with the largest `num_slots` wants, and uses the
-    disk that the last user named who named one."""
+def tier_for(user: object, run: Location, node: NodeDirs, rank: int, memory: Memory) -> MemoryTier:
+    """The memory tier of this process for `rank` in `run`; makes it if there is none. `user`, which has the option
+    `memory`, shares it until it leaves or is garbage-collected. The tier has as many slots as the user with the most
+    generations wants, and uses the disk and the protection that the last user named who named one."""
     _close_unused()
     key = _Key(os.getpid(), run, node.memory, rank)
     tier = _tiers.get(key)
     if tier is None:
-        tier = _tiers[key] = MemoryTier(key, num_slots=num_slots)
-    tier.stager.num_slots = max(tier.stager.num_slots, num_slots)
+        tier = _tiers[key] = MemoryTier(key, num_slots=memory.generations)
+    tier.stager.num_slots = max(tier.stager.num_slots, memory.generations)
     tier.stager.disk = node.disk or tier.stager.disk
+    tier.stager.protect(memory.protection)
     tier.users.add(user)
     return tier
 

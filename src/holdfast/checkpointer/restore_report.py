@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.reports import LoadReport
+from holdfast.reports import LoadReport, ReadSource
 from holdfast.wording import count
 
 #: The tier that a checkpoint was read from, or that a save writes to.
-Tier = Literal["node memory", "node disk", "storage"]
+Tier = Literal["node memory", "peer memory", "node disk", "storage"]
 
 
 @dataclass(frozen=True, repr=False)
 class RestoreReport:
     """The restored checkpoint: its `step`, its `place` (both None: the run had no checkpoint yet), and the `tier` that
-    it was read from: "node memory"; "node disk", where some of its files were read from disks of nodes; or "storage".
+    it was read from: "node memory"; "peer memory", where some of its files were read from the copies of lost nodes on
+    others; "node disk", where some were read from disks of nodes; or "storage".
     The first job of a run that forks another one has the step of that run's checkpoint, and no place.
 
     The loop continues at ``next_step``. `load` is the report of the load itself; where the run had no checkpoint yet,
@@ -29,6 +30,11 @@ class RestoreReport:
     tier: Tier | None
     load: LoadReport | None
     earlier_resumes: int = 0
+
+    @property
+    def sources(self) -> tuple[ReadSource, ...]:
+        """Where the bytes came from that this rank needed: by tier, and by the rank that alone could read them."""
+        return () if self.load is None else self.load.sources
 
     @property
     def next_step(self) -> int:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
-import numpy as np
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
+from holdfast.checkpoint.catalogue import FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -23,15 +21,17 @@ from holdfast.checkpointer.choosing import (
     Chosen,
     Clearing,
     DamagedCopy,
+    FailedNode,
     Inventory,
     Survey,
     Unknown,
-    generation_of,
     inventory,
     known_of,
 )
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
+from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
+from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
@@ -39,24 +39,21 @@ from holdfast.collector import collector_paused
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, global_rank, group_ranks
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, IncompatibleError, NotFoundError
-from holdfast.format import manifest as fmt
+from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError, NotFoundError
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import Fork, Place, Seal
 from holdfast.format.values import Node
-from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.persist import data_file
 from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
 from holdfast.loading.one_load import Loading, Opened
-from holdfast.node_disk.disk_folder import DiskPart, check_root, parts_on_disks, use_disk
+from holdfast.node_disk.disk_folder import check_root, use_disk
 from holdfast.node_disk.disk_store import is_disk_failure
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
-from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, promote_all, slot_names
+from holdfast.node_memory.slots import Slot, promote_all
 from holdfast.phases import attempt, done, told
 from holdfast.reports import LoadReport
 from holdfast.run.fallback import Skipped, is_damage
@@ -65,11 +62,11 @@ from holdfast.run.paths import Selection, parse
 from holdfast.run.resumes import ResumeLimit
 from holdfast.run.session import JOB
 from holdfast.store.base import Location, Store
-from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store, text_of
 
-_LOOK_S: Final = 0.02
+#: Number of tries to rebuild a checkpoint: each may find that another node has damage, of two that may be lost.
+_NUM_REBUILDS: Final = 3
 
 _log = logging.getLogger(__name__)
 
@@ -215,6 +212,14 @@ class _DamagedSnapshot(NamedTuple):
     copy: DamagedCopy | None
 
 
+class _Setbacks(NamedTuple):
+    """What this restore has met before: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
+    be."""
+
+    damaged: list[_DamagedSnapshot]
+    rebuilt: list[RebuildOutcome]
+
+
 def _from_memory(
     run: Location,
     state: Mapping[str, object],
@@ -227,9 +232,13 @@ def _from_memory(
 ) -> Restored | None:
     """Fill `state` from the newest checkpoint in memory that is sound. None if there is none, or memory cannot be used.
     Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
+    setbacks = _Setbacks(damaged, [])
     try:
         while True:
-            found = _newest_in_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
+            found = _newest_in_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
+            if isinstance(found, RebuildOutcome):
+                setbacks.rebuilt.append(found)
+                continue
             if not isinstance(found, _DamagedSnapshot):
                 break
             damaged.append(found)
@@ -259,51 +268,69 @@ def _newest_in_memory(
     node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
-    damaged: Sequence[_DamagedSnapshot],
+    setbacks: _Setbacks,
     *,
     timeout_s: float,
-) -> Restored | _DamagedSnapshot | None:
-    """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the `damaged` ones. None
-    if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged."""
+) -> Restored | _DamagedSnapshot | RebuildOutcome | None:
+    """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the damaged ones. None
+    if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged. If files of it have to
+    be rebuilt, only does that."""
+    damaged, rebuilt = setbacks
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
-    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad)
+    failed = frozenset(FailedNode(each.checkpoint_id, node) for each in rebuilt for node in each.failed)
+    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad, failed=failed)
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
         folder = found.folder
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        if chosen.rebuild is not None:
+            outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
+            num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
+            is_hopeless = bool(outcome.trouble and not outcome.failed) or num_tries > _NUM_REBUILDS
+            return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
         resumes = options.resumes
         assert resumes is not None
         resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            held = _CheckpointInMemory(storage, seal, chosen, partial(_copies, found, seal, chosen, bad))
+            held = _CheckpointInMemory(storage, seal, chosen, partial(copies_of, found, seal, chosen, bad))
             try:
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
-                copy = _copy_of(seal, error) if chosen.on_disk else None
+                copy = _copy_of(seal, error) if chosen.has_more else None
                 # What a disk cannot read now may be the only copy of a checkpoint that the run lacks: that stays.
                 if not is_damage(error) and not (is_disk_failure(error) and chosen.committed and copy not in bad):
                     raise
                 return _DamagedSnapshot(seal.place, error, None if copy in bad else copy)
         channel.await_readers(deadline)
         # The history goes on from it, unless a job that lives makes newer ones. A save of this job makes sure of that.
-        promote_all(folder, seal.checkpoint_id, is_meant=lambda slot: not has_trainer(folder, slot.rank))
+        promote_all(folder, seal.checkpoint_id, is_meant=partial(_is_to_be_durable, folder, chosen))
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier)
         return Restored(told, uncommitted, seal.place)
 
 
+def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
+    """Whether the keeper of this node has to write a slot to the run, so that the `chosen` checkpoint is committed: a
+    copy, too, where the node of its owner is lost."""
+    if not slot.is_copy:
+        return not has_trainer(folder, slot.rank)
+    contents = slot.record.contents
+    files = () if contents is None or chosen.committed else contents.files
+    return any(part.file in chosen.copied for part in files)
+
+
 def _copy_of(seal: Seal, error: HoldfastError) -> DamagedCopy | None:
     """The copy on a node that `error` says is damaged; None where it names none. The same on all ranks."""
     name = (error.path or "").rpartition("/")[2]
-    tiers = {kind.value: kind for kind in (NodeTier.NODE_MEMORY, NodeTier.NODE_DISK)}
+    tiers = {kind.value: kind for kind in (NodeTier.NODE_MEMORY, NodeTier.PEER_MEMORY, NodeTier.NODE_DISK)}
     if error.tier not in tiers or name not in [file.name for file in seal.files]:
         return None
-    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier] is NodeTier.NODE_DISK)
+    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier])
 
 
 class _CheckpointInMemory:
@@ -357,29 +384,30 @@ def _looked_at(
     deadline: Deadline,
     survey: Survey,
     options: LoadOptions | None = None,
-) -> Iterator[tuple[_NodeMemory, Chosen]]:
+) -> Iterator[tuple[FoundOnNode, Chosen]]:
     """Look at the memory and disks of all nodes, and choose the checkpoint that all ranks restore. Yields what this
     node has, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
     `survey` gives up besides, and lets go of those of another history. With the `options` of a restore, records that
     this job resumes the checkpoint. Collective."""
     with ExitStack() as stack:
 
-        def look() -> _NodeMemory:
+        def look() -> FoundOnNode:
             with unusable_memory(node.memory):
                 folder = stack.enter_context(NodeFolder(text_of(run), node_dir=node.memory))
                 stack.enter_context(Claim(folder))  # so that no process removes slots while this one looks at them
                 if node.disk is not None:
                     check_root(node.disk, run)
                     use_disk(folder, node.disk, run)
-                slots = stack.enter_context(_sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
-                parts = _parts(folder, run)
-                return _NodeMemory(folder, slots, parts, inventory(folder, slots, parts.values()))
+                slots = stack.enter_context(sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
+                parts = drained_parts(folder, run)
+                found = inventory(folder, slots, parts.values(), held_rows(folder))
+                return FoundOnNode(folder, slots, parts, found)
 
         def give_up() -> None:
             with unusable_memory(node.memory):
                 for checkpoint_id in chosen.given_up:
                     give_up_generation(found.folder, checkpoint_id)
-                _let_go(found, chosen.let_go)
+                let_go(found, chosen.let_go)
 
         looked = attempt(look)
         chosen = _choose(run, looked, channel, deadline, survey, options)
@@ -389,27 +417,10 @@ def _looked_at(
         yield found, chosen
 
 
-class _NodeMemory(NamedTuple):
-    """The memory and the disks of a rank's node: the folder of the run in memory, its slots, and the parts of
-    checkpoints on disks, by id."""
-
-    folder: NodeFolder
-    slots: list[Slot]
-    parts: Mapping[str, DiskPart]
-    inventory: Inventory
-
-
-def _parts(folder: NodeFolder, run: Location) -> Mapping[str, DiskPart]:
-    """The parts of checkpoints on the disks of this node. Makes sure that a keeper brings to the run what it lacks."""
-    parts = parts_on_disks(folder)
-    if not all(part.is_drained for part in parts.values()):
-        ensure_keeper(folder, text_of(run))
-    return parts
-
-
+@collector_paused()
 def _choose(
     run: Location,
-    node: _NodeMemory | Exception,
+    node: FoundOnNode | Exception,
     channel: Channel,
     deadline: Deadline,
     survey: Survey,
@@ -440,13 +451,13 @@ def _choose(
 
 
 def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Chosen:
-    """Record on the first rank that this job resumes the `chosen` checkpoint. If too many jobs have, returns the choice
-    of none: the restore then falls back to storage, if it may.
+    """Record on the first rank that this job resumes the `chosen` checkpoint, unless it is to be rebuilt first. If too
+    many jobs have, returns the choice of none: the restore then falls back to storage, if it may.
 
     Raises:
         ConfigurationError: too many jobs have, and it may not fall back (``config.restart_loop``).
     """
-    if not chosen.seal or options is None or options.resumes is None:
+    if not chosen.seal or chosen.rebuild is not None or options is None or options.resumes is None:
         return chosen
     run, place = Run.open(storage), records.decode(chosen.seal, Seal, path=chosen.folder).place
     if not options.fallback:
@@ -489,87 +500,6 @@ def _all_values(
 
     part = attempt(lambda: value_codec.encode(checkpoint.values_in(mine)))
     return value_codec.decode(channel.exchange("values", part, merge, deadline))
-
-
-@contextmanager
-def _sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Iterator[list[Slot]]:
-    """The slots of the node. Waits up to `timeout_s` until the keeper has sealed those that are staged."""
-    with ExitStack() as stack:
-        slots: list[Slot] = []
-        for name in slot_names(folder):
-            with suppress(FileNotFoundError, CorruptError):
-                slots.append(stack.enter_context(Slot(folder, name)))
-        if any(slot.state in (*OWED, SlotState.HELD) for slot in slots):
-            ensure_keeper(folder, text_of(run))
-        end = time.monotonic() + timeout_s
-        while staged := [slot for slot in slots if slot.refresh().state == SlotState.STAGED]:
-            ensure_keeper(folder, text_of(run))
-            if time.monotonic() > end:
-                for slot in staged:
-                    _log.warning("restore skips '%s': its keeper did not seal it within %.0f s", slot.path, timeout_s)
-                break
-            time.sleep(_LOOK_S)
-        yield slots
-
-
-def _let_go(found: _NodeMemory, checkpoint_ids: Collection[str]) -> None:
-    """Remove the slots of checkpoints of another history, and tell the keeper to free those that it owns, and to remove
-    the parts on disks."""
-    for checkpoint_id in found.parts.keys() & set(checkpoint_ids):
-        give_up_generation(found.folder, checkpoint_id)
-    for slot in found.slots:
-        contents = slot.record.contents
-        if contents is not None and contents.checkpoint_id in checkpoint_ids:
-            if slot.state in OWED:
-                give_up_generation(found.folder, contents.checkpoint_id)
-            else:
-                slot.remove()  # the other ranks of this node do the same
-
-
-def _copies(
-    found: _NodeMemory, seal: Seal, chosen: Chosen, bad: Collection[DamagedCopy]
-) -> dict[str, tuple[FileCopy, ...]]:
-    """The copies of the `chosen` checkpoint's files on the nodes, the nearest first, but for the `bad` ones. This rank
-    can read those of its own node."""
-    memory = FilesInMemory(str(found.folder.path))
-    prefix = records.checkpoint_key(chosen.folder, "")
-    part = found.parts.get(seal.checkpoint_id)
-    manifest = chosen.manifest or _manifest(found, seal)
-    files = {fmt.NAME: np.frombuffer(manifest, np.uint8)}
-    for slot in found.slots:
-        contents = slot.record.contents
-        if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
-            for each in contents.files:
-                files[seal.files[each.file].name] = data_file(slot, each)
-    for name, data in files.items():
-        memory.add(prefix + name, MemoryFile(data, path=memory.path(prefix + name)))
-    on_disk = set() if part is None else {seal.files[number].name for number in part.file_numbers()}
-    holders = dict(enumerate(chosen.owners))
-    names = {fmt.NAME: EVERY_RANK} | {
-        each.name: holders.get(file, EVERY_RANK) for file, each in enumerate(seal.files) if file not in chosen.in_run
-    }
-    near: dict[str, tuple[FileCopy, ...]] = {}
-    for name, holder in names.items():
-        in_memory = FileCopy(memory, prefix + name, NodeTier.NODE_MEMORY, holder)
-        copies = [in_memory] if name in files and DamagedCopy(seal.checkpoint_id, name, False) not in bad else []
-        if part is not None and name in on_disk and DamagedCopy(seal.checkpoint_id, name, True) not in bad:
-            copies.append(FileCopy(part.store, part.key(name), NodeTier.NODE_DISK, holder))
-        near[name] = tuple(copies) or (in_memory,)  # else the rank of another node alone can read it
-    return near
-
-
-def _manifest(found: _NodeMemory, seal: Seal) -> bytes:
-    """The manifest of a checkpoint that this node has a file of. Raises `CorruptError` if it is gone."""
-    try:
-        return generation_of(found.folder, found.parts, seal.checkpoint_id).manifest
-    except FileNotFoundError as error:
-        raise CorruptError(
-            f"step {seal.step} left the memory of this node, because a job that trains has replaced it.",
-            code="corrupt.generation",
-            action="No action needed: holdfast skips it, and uses storage.",
-            path=str(found.folder.path),
-            tier="node memory",
-        ) from error
 
 
 _NO_OPTIONS: Final = "takes no options of a load"

@@ -44,6 +44,28 @@ def unwatched(step: int) -> DeadlineError:
     )
 
 
+def unprotected(step: int) -> ConfigurationError:
+    """The save of `step` is not one that copies on other nodes protect."""
+    return ConfigurationError(
+        f"step {step} has no copies on other nodes, because nothing asks for them, or it went to storage.",
+        code="config.unprotected",
+        action="Pass memory=Memory(protect=Copies(1)) to the Checkpointer.",
+        step=step,
+    )
+
+
+def replaced_unprotected(step: int, why: str) -> StorageError:
+    """A newer save took the memory of `step` before it had all its copies, for the reason `why` ("": none is known)."""
+    return StorageError(
+        f"step {step} was replaced in memory before other nodes had copies of it.",
+        code="storage.unprotected",
+        action="No action needed if this is rare: newer ones are protected. Else save less often.",
+        step=step,
+        retryable=True,
+        details=(why,) if why else (),
+    )
+
+
 def removed(step: int) -> StorageError:
     """The only copy of `step` is lost: it was damaged, or it was removed and no keeper has it mapped."""
     return StorageError(

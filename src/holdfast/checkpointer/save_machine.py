@@ -17,10 +17,12 @@ from holdfast.checkpointer.events import (
     SaveHeld,
     SaveMemoryReady,
     SavePlaced,
+    SaveProtected,
     SaveReturned,
     SaveSealed,
     SaveSkipped,
     SaveStaged,
+    SaveUnprotected,
     SaveUnwatched,
 )
 from holdfast.checkpointer.restore_report import Tier
@@ -69,6 +71,8 @@ class SaveMachine:
         self.place: Place | None = None
         #: Why the last try to make the checkpoint durable failed; "" if none failed.
         self.trouble = ""
+        #: Whether it is known if copies on other nodes protect the checkpoint. This may come after the end of the save.
+        self.is_protection_over = False
         self._listeners = listeners
 
     @property
@@ -96,6 +100,18 @@ class SaveMachine:
     def seal(self) -> None:
         """The keeper has sealed this rank's part."""
         self._advance(SaveState.SEALED, SaveSealed(self.step))
+
+    def protect(self) -> None:
+        """All files of the checkpoint have their copies on other nodes."""
+        if not self.is_protection_over:
+            self._tell(SaveProtected(self.step))
+            self.is_protection_over = True
+
+    def leave_unprotected(self, error: HoldfastError) -> None:
+        """The checkpoint will not be protected."""
+        if not self.is_protection_over:
+            self._tell(SaveUnprotected(self.step, error))
+            self.is_protection_over = True
 
     def hold(self, nbytes: int) -> None:
         """The keeper has sealed this rank's part of a save to memory alone."""

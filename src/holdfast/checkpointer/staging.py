@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import numpy as np
@@ -16,10 +17,14 @@ import torch
 from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
-from holdfast.checkpointer.save_errors import is_unusable, unusable
+from holdfast.checkpointer.parallel_groups import parallel_groups
+from holdfast.checkpointer.peer_meeting import PeerMeeting, ProtectedPart, ProtectionRules
+from holdfast.checkpointer.save_errors import is_unusable, unprotected, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
 from holdfast.checkpointer.watcher import Watcher
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
 from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, to_wire
 from holdfast.format import manifest as fmt
 from holdfast.format.container import ALIGNMENT, FileLayout
@@ -29,12 +34,14 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.node_disk.disk_folder import own_folder, part_of, use_disk
 from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
-from holdfast.node_memory.generations import Generation, write_generation
+from holdfast.node_memory.generations import Generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
+from holdfast.node_memory.peering import forget_peers, noted_secret, peer_trouble
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, promote_all
 from holdfast.snapshot.device import registered
 from holdfast.snapshot.guard import Guard
 from holdfast.snapshot.routes import RoutedPart, Routes
+from holdfast.state.flatten import FlatState
 from holdfast.store.base import Location
 from holdfast.store.urls import text_of
 
@@ -62,6 +69,8 @@ class Stager:
         self._watcher = Watcher(run, node_dir, rank=rank)
         self._memory = self._watcher.memory
         self._given_up = self._watcher.given_up
+        #: The meeting of the keepers that protect the slots; None where nothing asks for protection.
+        self._meeting: PeerMeeting | None = None
         #: Whether memory could be used once. If it cannot be used later, its configuration is not the cause.
         self._was_used = False
         #: The error of memory that made the last copy fail; the next save tells all ranks.
@@ -83,23 +92,40 @@ class Stager:
         #: The id of the run that this rank's memory belongs to; None before it is known.
         self.run_id: str | None = None
 
+    def protect(self, rules: ProtectionRules | None) -> None:
+        """Have the slots protected by these rules, from the next plan on (None: as before)."""
+        if rules is not None and (self._meeting is None or self._meeting.rules != rules):
+            self._meeting = PeerMeeting(rules)
+
+    def meet_peers(self, share: StoredShare, flat: FlatState, channel: Channel, deadline: Deadline) -> None:
+        """Meet the keepers of the other nodes, if the slots are to be protected. Collective. Raises as
+        `PeerMeeting.meet`."""
+        folder = self._memory.used.folder
+        if self._meeting is not None:
+            groups = parallel_groups(flat.tensors.values(), rank=self._rank, world_size=channel.world_size)
+            part = ProtectedPart(self._rank, _nbytes(share), groups)
+            self._meeting.meet(folder, part, channel, deadline)
+        elif noted_secret(folder) is not None:  # an earlier job wanted it, or a restore needed other nodes
+            forget_peers(folder)
+
     def fits(self, share: StoredShare) -> bool:
         """Whether there are as many slots as wanted, each large enough for the data file of `share`."""
         return _nbytes(share) <= self._prepared_nbytes and self._prepared_slots == self.num_slots
 
     def reserve(self, nbytes: int, *, device: torch.device | None) -> None:
-        """Begin to prepare slots for data files of up to `nbytes` in the background, before any save asks for them.
-        Does nothing once this process has used its memory, nor while another process has a claim to the slots of this
-        rank: they may be those of a job that trains.
+        """Begin to prepare slots for data files of up to `nbytes`, and to start a keeper, in the background, before any
+        save asks for them. Does nothing once this process has used its memory, nor while another process has a claim
+        to the slots of this rank: they may be those of a job that trains.
 
         Raises:
-            ConfigurationError, StorageError, OSError: memory cannot be used, or no keeper could be started. The first
-                save meets the same error.
+            ConfigurationError, StorageError, OSError: memory cannot be used. The first save meets the same error, and
+                that of a keeper that does not start.
         """
         if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots, reserves=True)
-        ensure_keeper(memory.folder, text_of(self._run))
+        start = partial(_start_early, memory.folder.path, text_of(self._run))
+        Thread(target=start, name="holdfast-keeper", daemon=True).start()
         self._was_used = True
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
@@ -259,12 +285,21 @@ class Stager:
             fenced = (record.error or "fenced") if record.state == SlotState.FENCED else ""
             known = msgspec.structs.replace(known, held_up=known.held_up or record.error, fenced=fenced)
         arena.is_given_up = lambda contents: self._given_up.has(contents.checkpoint_id)
-        newest, (is_free, oldest) = arena.newest_sealed(), arena.oldest()
+        is_safe = self._is_safe(memory.folder)
+        newest = arena.newest_sealed(lambda contents: is_safe(contents.checkpoint_id))
+        is_free, oldest = arena.oldest()
         mine = [newest] if newest is not None and self._is_of_this_job(newest) else []
-        if self._partless is not None:
+        if self._partless is not None and is_safe(self._partless[1]):
             mine.append(self._partless[0])  # this rank has no part of it, so none is missing
         sealed = max(mine, default=whole)
         return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
+
+    def _is_safe(self, folder: NodeFolder) -> Callable[[str], bool]:
+        """Whether a checkpoint that is sealed here makes older ones needless: it is protected, or is not to be. While
+        the keeper finds that it cannot be, older ones do not wait for that."""
+        if self._meeting is None or self._meeting.error is not None or peer_trouble(folder):
+            return lambda _: True
+        return protected_ids(folder).__contains__
 
     def _is_of_this_job(self, place: Place) -> bool:
         """Whether this job staged the checkpoint at `place`."""
@@ -291,7 +326,8 @@ class Stager:
     def promote(self, checkpoint_id: str) -> None:
         """Have the keeper make a checkpoint durable that this node's memory may hold from a save to memory alone."""
         with unusable_memory(self.node_dir):
-            promote_all(self._memory.opened(num_slots=self.num_slots).folder, checkpoint_id)
+            memory = self._memory.opened(num_slots=self.num_slots)
+            promote_all(memory.folder, checkpoint_id, is_meant=lambda slot: not slot.is_copy)
 
     def give_up(self, checkpoint_ids: Sequence[str]) -> None:
         """Give up checkpoints that can never be whole: end their saves here, and tell the keeper to free their
@@ -356,6 +392,10 @@ class Stager:
         else:
             self._partless = (agreed.place, agreed.checkpoint_id)
         machine.stage(nbytes)
+        if self._meeting is None:
+            machine.leave_unprotected(unprotected(machine.step))
+        elif self._meeting.error is not None:
+            machine.leave_unprotected(self._meeting.error)
         if slot is None and agreed.memory_only:
             machine.hold(nbytes)  # this rank has no part that a keeper would seal
         else:
@@ -437,6 +477,15 @@ class Stager:
             )
         self._watcher.look_at(slot)
         return slot
+
+
+def _start_early(folder: Path, run: str) -> None:
+    """Start a keeper, which takes some tenths of a second that no restore has to wait for."""
+    try:
+        with NodeFolder.at(folder) as opened:
+            ensure_keeper(opened, run)
+    except (HoldfastError, OSError) as error:
+        _log.info("no keeper was started early: %s", error)
 
 
 def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredShare:

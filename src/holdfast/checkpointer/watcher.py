@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from holdfast.checkpointer.given_up import GivenUp
 from holdfast.checkpointer.rank_memory import RankMemory
-from holdfast.checkpointer.save_errors import incomplete, removed, superseded, unwatched
+from holdfast.checkpointer.save_errors import incomplete, removed, replaced_unprotected, superseded, unwatched
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.format import records
@@ -20,7 +20,9 @@ from holdfast.format.tombstones import removed_key
 from holdfast.keeper.client import ensure_keeper
 from holdfast.latch import Latch
 from holdfast.node_disk.disk_folder import DiskPart
+from holdfast.node_memory.generations import is_protected
 from holdfast.node_memory.node_folder import unusable_memory
+from holdfast.node_memory.peering import peer_trouble
 from holdfast.node_memory.slots import Slot, SlotState
 from holdfast.run.history import Run
 from holdfast.store.base import Location
@@ -54,8 +56,14 @@ class _Pending(NamedTuple):
 
     @property
     def needed_slot(self) -> Slot | None:
-        """The slot, unless a disk has its contents."""
-        return None if self.slot is None or self.slot.state == SlotState.ON_DISK else self.slot
+        """The slot, unless a disk has its contents, or the save has ended."""
+        is_needed = self.slot is not None and self.slot.state != SlotState.ON_DISK and not self.machine.is_over
+        return self.slot if is_needed else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to tell of the save."""
+        return self.machine.is_over and self.machine.is_protection_over
 
     @property
     def is_on_disk_alone(self) -> bool:
@@ -129,6 +137,7 @@ class Watcher:
         for pending in self._pending_now():
             self._look(pending)
             pending.machine.leave(unwatched(pending.machine.step))
+            pending.machine.leave_unprotected(unwatched(pending.machine.step))
 
     def _needed_slots(self) -> list[Slot | None]:
         return [each.needed_slot for each in self._pending_now()]
@@ -157,10 +166,23 @@ class Watcher:
         machine, slot = pending.machine, pending.slot
         if slot is not None and not machine.is_over:
             self._look_at_slot(pending, slot)
-        if machine.is_over:
+        if not machine.is_protection_over:
+            self._look_at_copies(pending)
+        if pending.is_over:
             with self._lock:
                 if pending in self._pending:
                     self._pending.remove(pending)
+
+    def _look_at_copies(self, pending: _Pending) -> None:
+        """Look whether other nodes have copies of all files of a save."""
+        memory, machine = self.memory.current, pending.machine
+        if memory is None:
+            return
+        contents = None if pending.slot is None else pending.slot.record.contents
+        if is_protected(memory.folder, pending.checkpoint_id):
+            machine.protect()
+        elif pending.slot is not None and (contents is None or contents.checkpoint_id != pending.checkpoint_id):
+            machine.leave_unprotected(replaced_unprotected(machine.step, peer_trouble(memory.folder)))
 
     def _look_at_slot(self, pending: _Pending, slot: Slot) -> None:
         machine, checkpoint_id = pending.machine, pending.checkpoint_id
@@ -237,6 +259,8 @@ class Watcher:
                     ensure_keeper(memory.folder, text_of(self._run))
             with TimedStore(open_store(self._run), timeout_s=_STORE_TIMEOUT_S) as storage:
                 for machine in [pending.machine for pending in waiting if pending.slot is None]:
+                    if machine.is_over:
+                        continue
                     assert machine.place is not None
                     if storage.nbytes(records.commit_key(machine.place)) is not None:
                         machine.commit()

@@ -31,3 +31,6 @@ WorkersOption = Annotated[
 ]
 ReadBackOption = Annotated[bool, typer.Option("--read-back", help="Read each new file again, and compare its digest.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+EventsOption = Annotated[
+    str, typer.Option("--events", metavar="FOLDER", help="The recorded events. Default: RUN.events, beside the run.")
+]

@@ -7,11 +7,13 @@ from typing import Annotated
 
 import typer
 
+from holdfast.cli.advise_command import advise
 from holdfast.cli.arguments import (
     FAILURE,
     FINDING,
     PATH_HELP,
     CheckpointsArgument,
+    EventsOption,
     JsonOption,
     PathArgument,
     RunArgument,
@@ -29,25 +31,6 @@ def _seconds(value: float) -> float:
     return value
 
 
-EventsOption = Annotated[
-    str, typer.Option("--events", metavar="FOLDER", help="The recorded events. Default: RUN.events, beside the run.")
-]
-#: The costs of the tiers, which all have one form.
-DurableOption = Annotated[
-    str,
-    typer.Option(
-        "--durable",
-        metavar="TIER",
-        help="Storage: the time that a save holds training up, until it is complete, and of a restore; and by how "
-        "much a save slows training down, if it does. Such as 3s,180s,300s,1%.",
-    ),
-]
-PeersOption = Annotated[
-    str, typer.Option("--peers", metavar="TIER", help="Copies in the memory of other nodes, if there are any.")
-]
-OwnMemoryOption = Annotated[
-    str, typer.Option("--memory", metavar="TIER", help="The memory of the own node, if saves go there.")
-]
 NamesOption = Annotated[
     str, typer.Option("--names", metavar="GLOB", help="Limit the command to names that match, such as 'model/*'.")
 ]
@@ -190,72 +173,7 @@ def plan(
 app.command()(export)
 
 
-@app.command()
-def advise(
-    *,
-    run: Annotated[
-        str,
-        typer.Option(
-            "--from", metavar="RUN", help="Take from the recorded events of this run what you do not give yourself."
-        ),
-    ] = "",
-    events: EventsOption = "",
-    durable: DurableOption = "",
-    peers: PeersOption = "",
-    memory: OwnMemoryOption = "",
-    mttf: Annotated[
-        str, typer.Option("--mttf", metavar="TIME", help="Mean time to a failure of the whole job, such as 3h.")
-    ] = "",
-    failures: Annotated[
-        str,
-        typer.Option("--failures", metavar="NAME", help="Or published failures: llama3, rsc1, rsc2, infinitehbd."),
-    ] = "",
-    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=0, help="Number of nodes, with --failures.")] = 0,
-    shares: Annotated[
-        str,
-        typer.Option(
-            "--shares",
-            metavar="P,N,J",
-            help="Shares of failures that end processes, take a node, or take more. Default: 23%,75%,2%, as Llama 3.",
-        ),
-    ] = "",
-    detection: Annotated[
-        str, typer.Option("--detection", metavar="TIME", help="Time from a failure to the restore.")
-    ] = "60s",
-    step: Annotated[str, typer.Option("--step", metavar="TIME", help="Time of a training step.")] = "",
-    max_overhead: Annotated[
-        str, typer.Option("--max-overhead", metavar="SHARE", help="What all saves may cost, such as 1%.")
-    ] = "",
-    in_flight: Annotated[
-        int, typer.Option("--in-flight", metavar="N", min=1, help="Saves to one tier that may overlap.")
-    ] = 1,
-    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Size of a checkpoint, such as 912GB.")] = "",
-    cost_per_hour: Annotated[
-        float, typer.Option("--cost-per-hour", metavar="PRICE", min=0, help="Price of an hour of the whole job.")
-    ] = 0.0,
-    as_json: JsonOption = False,
-) -> None:
-    """Advise how often to save. Prints an interval per tier, the time that is lost, and what changes would buy."""
-    from holdfast.cli.advise import Given, advice
-
-    given = Given(
-        memory=memory,
-        peers=peers,
-        durable=durable,
-        mttf=mttf,
-        failures=failures,
-        nodes=nodes,
-        shares=shares,
-        detection=detection,
-        step=step,
-        max_overhead=max_overhead,
-        in_flight=in_flight,
-        size=size,
-        cost_per_hour=cost_per_hour,
-        run=run,
-        events=events,
-    )
-    advice(given, as_json=as_json)
+app.command()(advise)
 
 
 # What stands behind the script is the script's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from collections.abc import Sequence
 
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
-from holdfast.cli.amounts import scaled
+from holdfast.cli.amounts import checked_bandwidth
 from holdfast.cli.option_files import option_text, rules_in
 from holdfast.cli.screen import Listing, console, print_json, say
 from holdfast.errors import ConfigurationError, printable
@@ -34,7 +33,6 @@ from holdfast.wording import count, duration
 _RANKS_PER_NODE = 8
 #: The bandwidth that stands for no network.
 _NO_NETWORK = sys.float_info.min
-_BANDWIDTH = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kMGT]i?)?(B|bit)/s")
 _REFUSED = "--cast allows only casts that keep the kind of number"
 _BAD = "bold red"
 
@@ -182,23 +180,8 @@ def _bandwidths(storage: str, all_storage: str, network: str) -> Bandwidths | No
                 action="Add --storage, such as --storage 10GB/s.",
             )
         return None
-    all_nodes = _speed(all_storage) if all_storage else math.inf
-    return Bandwidths(_speed(storage), all_nodes, _speed(network) if network else _NO_NETWORK)
-
-
-def _speed(text: str) -> float:
-    """The bandwidth in `text`, in bytes per second."""
-    found = _BANDWIDTH.fullmatch(text)
-    speed = 0.0
-    if found is not None:
-        speed = scaled(found[1], found[2] or "") / (8 if found[3] == "bit" else 1)
-    if not speed:
-        raise ConfigurationError(
-            f"'{text}' is not a bandwidth.",
-            code="config.bandwidth",
-            action="Write it as 10GB/s, 800MiB/s or 400Gbit/s.",
-        )
-    return speed
+    all_nodes = checked_bandwidth(all_storage) if all_storage else math.inf
+    return Bandwidths(checked_bandwidth(storage), all_nodes, checked_bandwidth(network) if network else _NO_NETWORK)
 
 
 def _document(

@@ -43,10 +43,12 @@ _APART = 1.5
 
 
 class ReadCost(NamedTuple):
-    """The work of this rank: bytes that it read from storage, and seconds that its threads spent on their digests."""
+    """The work of this rank: bytes that it read from storage, and seconds that its threads spent on their digests; and
+    for each file the bytes that it needed, by whichever rank they were read."""
 
     read_nbytes: int
     verify_s: float
+    needed: Mapping[int, int]
 
 
 class _Here(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +150,9 @@ class CooperativeReading:
             if self._network is not None:
                 self._network.close()
         assert self._shared is not None
-        return ReadCost(self._shared.bytes_read, self._shared.verify_s)
+        files, sizes = self._needs[:, 0], self._needs[:, 2] - self._needs[:, 1]
+        needed = {int(file): int(sizes[files == file].sum()) for file in np.unique(files)}
+        return ReadCost(self._shared.bytes_read, self._shared.verify_s, needed)
 
     def _prepare(self, wants: Sequence[ReadRequest], targets: Targets) -> _Here:
         open_reader = self._limit.direct_reader

@@ -23,8 +23,12 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
+from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.disk_tier import DiskTier
+from holdfast.keeper.parity_rows import ParityRows
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.persist import Sealing
+from holdfast.keeper.protecting import Protection
 from holdfast.keeper.writing import KeptFiles, StagedFiles, Writing
 from holdfast.node_memory.claims import has_trainer, is_claimed
 from holdfast.node_memory.generations import generation_ids, given_up_ids, read_generation, remove_generation
@@ -95,6 +99,10 @@ class Keeper:
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
         self._disks = DiskTier(folder)
+        self._peer_generations = PeerGenerations(folder, self._generations.get)
+        self._copies = PeerCopies(folder, self._peer_generations)
+        self._rows = ParityRows(folder, self._peer_generations)
+        self._protection = Protection(folder, self._copies, self._rows, self._peer_generations, self._sealing)
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
@@ -134,6 +142,8 @@ class Keeper:
                 busy_at = time.monotonic()
             is_left_empty = was_tended and not self._slots
             if time.monotonic() - busy_at > (min(idle_s, _LEFT_EMPTY_S) if is_left_empty else idle_s):
+                self._copies.give_back()
+                self._rows.give_back()
                 self.give_back()
                 return
             if self.is_displaced and not self.owes:
@@ -157,18 +167,21 @@ class Keeper:
         self._meet()
         self._disks.meet()
         if not self.is_displaced:
+            self._protection.meet()
             self._give_up()
             self._remove_old()
             self._forget(known)
             self._promote()
+            self._promote_copies()
         sealing = self._seal_all()
         storing = self._disks.store(self._slots.values(), self._seals, self._sealing)
-        return self._write() or sealing or storing
+        protecting = self._protection.look(self._slots.values())
+        return self._write() or sealing or storing or protecting
 
     @property
     def owes(self) -> bool:
         """Whether any slot is STAGED or SEALED, and so not durable yet, or the run lacks what a disk here has."""
-        return bool(self._disks.owed) or any(slot.state in OWED for slot in self._slots.values())
+        return bool(self._disks.owed or self._copies.owed) or any(slot.state in OWED for slot in self._slots.values())
 
     def give_back(self) -> None:
         """Remove all slots without a living trainer whose contents are durable, and the generations that no slot needs
@@ -185,11 +198,14 @@ class Keeper:
         """Close all slots, which stay in the folder; waits for running hashes and requests."""
         if self._writing is not None:
             self._writing.give_up()
+        self._protection.close()
         self._sealers.shutdown()
         self._disks.close()
         self._writers.shutdown()
         for writing in (*self._waiting.values(), *([self._writing] if self._writing else [])):
             writing.close()
+        self._rows.close()
+        self._copies.close()
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -200,7 +216,7 @@ class Keeper:
         if self._writing is not None:
             busy += self._writing.pending
         is_awaited = any(slot.state == SlotState.WRITING for slot in self._slots.values())
-        glance_s = _SHORT_GLANCE_S if is_awaited else _GLANCE_S
+        glance_s = _SHORT_GLANCE_S if is_awaited or self._protection.is_sending else _GLANCE_S
         end = time.monotonic() + _LOOK_S
         if self._writing is None:
             end = min([end, *(retry.at_s for retry in self._retries.values())])
@@ -210,6 +226,8 @@ class Keeper:
             elif not wait(busy, timeout=glance_s).not_done:
                 return
             if self._folder.changed_ns() != self._met_ns or any(slot.has_changed() for slot in self._slots.values()):
+                return
+            if self._protection.has_news:
                 return
             if time.monotonic() >= end:
                 return
@@ -254,7 +272,8 @@ class Keeper:
         processes."""
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         self._disks.forget(held)
-        held.update(self._disks.owed)
+        held.update(self._disks.owed, self._copies.ids, self._rows.ids)
+        self._peer_generations.forget(held)
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
         for about in self._told.keys() - held - set(self._folder.names()):
@@ -291,6 +310,8 @@ class Keeper:
         if self._writing is not None:
             given_up.discard(self._writing.sealing.generation.checkpoint_id)
         self._disks.give_up(given_up)
+        self._copies.tend(given_up)
+        self._rows.tend(given_up)
         for slot in [*self._owed_at_rest(), *self._in_state(SlotState.HELD), *self._in_state(SlotState.ON_DISK)]:
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
                 self._free(slot)
@@ -320,6 +341,17 @@ class Keeper:
                 sealing = self._sealing(contents.checkpoint_id)
                 if sealing is not None:
                     self._seals[slot.name] = self._sealers.submit(sealing.promote, slot)
+
+    def _promote_copies(self) -> None:
+        """Begin to write copies to the run of checkpoints for which this node waits in vain: the nodes that own these
+        files may be lost."""
+        for checkpoint_id in filter(self._waits_long, self._waiting):
+            sealing = self._sealing(checkpoint_id)
+            if sealing is None:
+                continue
+            for copy in self._copies.held(checkpoint_id):
+                if copy.name not in self._seals:
+                    self._seals[copy.name] = self._sealers.submit(sealing.promote, copy)
 
     def _waits_long(self, checkpoint_id: str) -> bool:
         """Whether this node has written its part of a checkpoint, and waits in vain for those of other nodes."""
@@ -362,15 +394,16 @@ class Keeper:
         """The names of the slots that are being hashed or written. (Those that wait for other nodes' files already
         were.)"""
         written = () if self._writing is None else self._writing.names
-        return {*self._seals, *self._disks.being_read, *written}
+        return {*self._seals, *self._disks.being_read, *self._protection.being_read, *written}
 
     def _seal_all(self) -> bool:
         """Start to seal STAGED slots, and to hash those again that were SEALED before the node's last boot. Returns
         whether any slot is being sealed, hashed or promoted."""
         for name in [name for name, seal in self._seals.items() if seal.done()]:
             error = self._seals.pop(name).exception()
-            if error is not None:
-                self._lose(self._slots[name], str(error))
+            slot = self._slots.get(name) or self._copies.named(name)
+            if error is not None and slot is not None:
+                self._lose(slot, str(error))
         for slot in self._slots.values():
             contents = slot.record.contents
             is_new = slot.state == SlotState.STAGED
@@ -434,6 +467,9 @@ class Keeper:
             is_staying = slot.state == SlotState.STAGED and contents is not None and contents.memory_only
             if slot.state in OWED and contents and not is_staying and not self._goes_to_disk(slot, contents):
                 owed.setdefault(contents.checkpoint_id, []).append(StagedFiles(slot, self._seals.get(slot.name)))
+        for copy in self._copies.owed:
+            if copy.record.contents is not None:
+                owed.setdefault(copy.record.contents.checkpoint_id, []).append(StagedFiles(copy))
         for checkpoint_id in self._disks.owed:
             owed.setdefault(checkpoint_id, []).extend(self._disks.files(checkpoint_id))
             if checkpoint_id not in self._waiting and self._disks.holds_up(checkpoint_id):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy.ma  # noqa: F401 - np.unique imports it when it is first called, in the middle of a load
 
+from holdfast.checkpoint.catalogue import EVERY_RANK, Tier
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
 from holdfast.checkpoint.stored_state import NO_STEP, StoredState
 from holdfast.collector import collector_paused
@@ -38,7 +39,7 @@ from holdfast.mapping.draft import CheckpointTable
 from holdfast.mapping.parts import stored_tensors
 from holdfast.phases import Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
-from holdfast.reports import LoadReport
+from holdfast.reports import LoadReport, ReadSource
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.leases import ReadLease, leased
@@ -264,6 +265,7 @@ class Loading:
             needed_nbytes=filling.needed_nbytes,
             seconds=self._watch.seconds,
             skipped=tuple((str(one.place), one.reason) for one in skipped),
+            sources=_sources(checkpoint, cost),
         )
 
     def _together(self, checkpoint: StoredState) -> CooperativeReading:
@@ -455,6 +457,18 @@ class Loading:
             if error.code == "incompatible.names" and self._foreign is not None:
                 error.action += names_advice(self._foreign.record.kind)
             raise
+
+
+def _sources(checkpoint: StoredState, cost: ReadCost) -> tuple[ReadSource, ...]:
+    """Where the bytes came from that this rank needed: by tier, and by the rank that alone could read them."""
+    sums: dict[tuple[Tier, int], int] = {}
+    for file, nbytes in cost.needed.items():
+        copy = checkpoint.nearest(file)
+        sums[copy.tier, copy.holder] = sums.get((copy.tier, copy.holder), 0) + nbytes
+    found = sorted(sums.items(), key=lambda each: (each[0][0].distance, each[0][1]))
+    return tuple(
+        ReadSource(tier.value, None if holder == EVERY_RANK else holder, nbytes) for (tier, holder), nbytes in found
+    )
 
 
 def _outside(target: Selection, foreign: ForeignState | None) -> ConfigurationError:

@@ -197,12 +197,13 @@ class Arena:
         records = [slot.refresh() for slot in self._slots]
         return any(each.contents is not None and is_old(each.contents) for each in records if each.state in OWED)
 
-    def newest_sealed(self) -> Place | None:
+    def newest_sealed(self, is_counted: Callable[[Contents], bool] = lambda _: True) -> Place | None:
         """The place of the newest checkpoint whose data file of this rank is complete in memory, and that was not given
-        up."""
+        up; of those that `is_counted` is true of."""
         records = [slot.refresh() for slot in (*self._slots, *self._retired) if not slot.is_removed]
         whole = [record.contents for record in records if record.contents and record.state in WHOLE]
-        return max((contents.place for contents in whole if not self.is_given_up(contents)), default=None)
+        sound = [contents for contents in whole if not self.is_given_up(contents)]
+        return max((contents.place for contents in sound if is_counted(contents)), default=None)
 
     def give_back(self, *, watched: Collection[Slot] = (), keeps_held: bool = False) -> bool:
         """Stop preparing, and remove the slots whose contents need not become durable any more, except for the

@@ -22,6 +22,7 @@ from holdfast.store.base import Location
 
 _PREFIX: Final = "generation-"
 _GIVEN_UP_PREFIX: Final = "given-up-"
+_PROTECTED_PREFIX: Final = "protected-"
 _MAGIC: Final = b"HFGENER1"
 _DIGEST_NBYTES: Final = 16
 
@@ -102,12 +103,35 @@ def given_up_ids(folder: NodeFolder) -> set[str]:
     return {name.removeprefix(_GIVEN_UP_PREFIX) for name in folder.names() if name.startswith(_GIVEN_UP_PREFIX)}
 
 
+def mark_protected(folder: NodeFolder, checkpoint_id: str) -> None:
+    """Record that each file of a generation, of all nodes, has all its copies on other nodes."""
+    with suppress(FileExistsError, FileNotFoundError):
+        os.close(folder.create(_PROTECTED_PREFIX + checkpoint_id))
+
+
+def unmark_protected(folder: NodeFolder, checkpoint_id: str) -> None:
+    """Record that a generation has to be protected anew."""
+    folder.discard(_PROTECTED_PREFIX + checkpoint_id)
+
+
+def is_protected(folder: NodeFolder, checkpoint_id: str) -> bool:
+    """Whether a generation is protected."""
+    return folder.has(_PROTECTED_PREFIX + checkpoint_id)
+
+
+def protected_ids(folder: NodeFolder) -> set[str]:
+    """The checkpoint ids of all generations that are protected."""
+    return {name.removeprefix(_PROTECTED_PREFIX) for name in folder.names() if name.startswith(_PROTECTED_PREFIX)}
+
+
 def remove_generation(folder: NodeFolder, checkpoint_id: str) -> None:
     """Remove the files about a generation, if they are there and can be removed."""
+    folder.discard(_PROTECTED_PREFIX + checkpoint_id)  # first: a mark without its generation would mean nothing
     folder.discard(_PREFIX + checkpoint_id)
     folder.discard(_GIVEN_UP_PREFIX + checkpoint_id)
 
 
 def generation_ids(folder: NodeFolder) -> list[str]:
-    """The checkpoint ids of all generations in `folder`."""
-    return [name.removeprefix(_PREFIX) for name in folder.names() if name.startswith(_PREFIX)]
+    """The checkpoint ids of all generations in `folder`, also of those of which only marks are left."""
+    held = {name.removeprefix(_PREFIX) for name in folder.names() if name.startswith(_PREFIX)}
+    return sorted(held | protected_ids(folder))

@@ -13,7 +13,7 @@ from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder
 
 #: Version of the records of slots and generations, and of the rules by which processes change them.
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 
 _LOCK_NAME: Final = "keeper.lock"
 _PROTOCOL_NAME: Final = "keeper.protocol"

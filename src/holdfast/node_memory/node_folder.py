@@ -117,6 +117,13 @@ class NodeFolder:
             return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
         return []
 
+    def has(self, name: str) -> bool:
+        """Whether the folder has a file of that name."""
+        with suppress(FileNotFoundError):
+            os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            return True
+        return False
+
     def create(self, name: str) -> int:
         """Create the file `name`, and return its descriptor; FileExistsError where it exists."""
         return os.open(name, _FILE | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._fd)

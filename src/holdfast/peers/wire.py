@@ -38,6 +38,11 @@ _RECEIVED_NBYTES: Final = 4 * BLOCK_NBYTES
 _SENT_NBYTES: Final = 16 * BLOCK_NBYTES
 _STALL_S: Final = 0.1
 _TIMEVAL: Final = struct.Struct("@ll")
+#: Time after which a connection breaks whose other end acknowledges nothing, not even a probe: a node that is lost, or
+#: cut off, closes no connection. Probes begin after some seconds of silence.
+LOST_S: Final = 15
+_SILENT_S: Final = 5
+_PROBE_S: Final = 2
 
 #: Returns the time of the monotonic clock at which the next piece of up to `BLOCK_NBYTES` must have passed.
 Deadline = Callable[[], float]
@@ -67,6 +72,10 @@ class Wire:
         self._ending = Lock()
         connection.setblocking(True)  # for `sendfile` alone
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(_SILENT_S, LOST_S))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)

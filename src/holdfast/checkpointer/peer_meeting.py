@@ -1,0 +1,233 @@
+"""How the ranks of a job make the keepers of their nodes known to each other, so that these protect snapshots.
+
+All ranks send the card of their node; rank 0 places the copies or the parity, and gives a secret to all. Each rank
+tells its keeper the secret, and waits until the keeper listens. Then all send its address, and get the table of all.
+Nothing else than that passes through the job's store: keepers do the rest, and outlive the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
+from holdfast.cooperative.network import own_host
+from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
+from holdfast.node_memory.peering import (
+    ParityTable,
+    PeerNode,
+    PeerSecret,
+    PeerTable,
+    digest_of,
+    note_secret,
+    note_table,
+    noted_port,
+)
+from holdfast.phases import attempt
+from holdfast.protection.cards import NodeCard
+from holdfast.protection.placement import place_copies, place_parity
+from holdfast.protection.policies import Copies, Parity
+
+#: The variable of the environment that names the failure domains of a node.
+DOMAIN_VARIABLE: Final = "HOLDFAST_DOMAIN"
+
+_SECRET_NBYTES: Final = 32
+#: Time for a keeper to listen after it was told the secret.
+_LISTEN_S: Final = 20.0
+_LOOK_S: Final = 0.02
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ProtectionRules:
+    """The wishes of a user: the policy, the failure domain of this node (a name, or the path of a file that has it),
+    and whether training may go on without protection."""
+
+    policy: Copies | Parity
+    domain: str | Path | None = None
+    is_required: bool = False
+
+
+class _PlacedNodes(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0's answer to the cards: the secret, and for each node, in the order of its first rank, the nodes that keep
+    its copies; or which nodes keep parity."""
+
+    secret: bytes
+    identities: tuple[str, ...]
+    targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None
+
+
+class ReachedKeeper(msgspec.Struct, frozen=True, array_like=True):
+    """The address of the keeper of a rank's node."""
+
+    identity: str
+    address: str
+
+
+class ProtectedPart(NamedTuple):
+    """The part of a snapshot that `rank` has: its size, and labels of the parallel groups of the rank."""
+
+    rank: int
+    nbytes: int
+    groups: tuple[str, ...]
+
+
+class PeerMeeting:
+    """The meeting of the peers of one rank's node. `error` says why the slots are not protected; None after a meeting
+    that succeeded."""
+
+    def __init__(self, rules: ProtectionRules) -> None:
+        self.rules = rules
+        self.error: HoldfastError | None = _not_met()
+        self._secret = secrets.token_bytes(_SECRET_NBYTES)
+
+    def meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
+        """Meet the peers, and have the keeper of `folder` protect the slots, of which this rank has a `part`. The
+        keeper must be at work. Collective: the same errors are raised on all ranks.
+
+        Raises:
+            ConfigurationError: protection is required and cannot be had.
+            DeadlineError: ranks did not answer.
+        """
+        before, self.error = self.error, None
+        try:
+            self._meet(folder, part, channel, deadline)
+        except DeadlineError:
+            self.error = before
+            raise
+        except HoldfastError as error:
+            self.error = error
+            if self.rules.is_required:
+                raise
+            if channel.rank == 0 and (before is None or str(before) != str(error)):
+                _log.warning("the memory of the nodes is not protected against their loss: %s", error)
+
+    def _meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
+        def card() -> NodeCard:
+            domains = _domains(self.rules.domain)
+            return NodeCard(folder.identity(), own_host(), (part.rank,), part.nbytes, domains, part.groups)
+
+        def place(cards: Sequence[NodeCard]) -> _PlacedNodes:
+            nodes = merged(cards)
+            targets, parity, notes = _placed(nodes, self.rules.policy)
+            for note in notes:
+                _log.warning("protected memory: %s", note)
+            return _PlacedNodes(self._secret, tuple(each.identity for each in nodes), targets, parity)
+
+        def listen() -> ReachedKeeper:
+            return reached(folder, placed.secret)
+
+        def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
+            addresses = {each.identity: each.address for each in reached}
+            nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
+            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity)
+
+        placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
+        found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)
+        own = placed.identities.index(folder.identity())
+        with unusable_memory(folder.path):
+            note_table(folder, msgspec.structs.replace(found, own=own))
+
+
+def reached(folder: NodeFolder, secret: bytes) -> ReachedKeeper:
+    """Have the keeper of `folder`, which must be at work, listen for those that know `secret`.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    with unusable_memory(folder.path):
+        note_secret(folder, PeerSecret(secret, own_host()))
+        return ReachedKeeper(folder.identity(), _await_address(folder, secret))
+
+
+class _Placed(NamedTuple):
+    """For each node the nodes that keep its copies; or who keeps parity; and notes on wishes that are not fulfilled."""
+
+    targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None
+    notes: tuple[str, ...]
+
+
+def _placed(nodes: Sequence[NodeCard], policy: Copies | Parity) -> _Placed:
+    if isinstance(policy, Copies):
+        copies = place_copies(nodes, policy.n)
+        return _Placed(copies.holders, None, copies.notes)
+    found = place_parity(nodes, policy)
+    table = ParityTable(policy.losses, found.groups, tuple(node.ranks for node in nodes))
+    return _Placed(((),) * len(nodes), table, found.notes)
+
+
+def merged(cards: Sequence[NodeCard]) -> list[NodeCard]:
+    """The cards of nodes, from those of their ranks."""
+    nodes: dict[str, NodeCard] = {}
+    for card in cards:
+        known = nodes.get(card.identity)
+        if known is None:
+            nodes[card.identity] = card
+            continue
+        nodes[card.identity] = msgspec.structs.replace(
+            known,
+            ranks=(*known.ranks, *card.ranks),
+            nbytes=known.nbytes + card.nbytes,
+            groups=tuple(sorted({*known.groups, *card.groups})),
+        )
+    return list(nodes.values())
+
+
+def _domains(given: str | Path | None) -> tuple[str, ...]:
+    """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
+    if isinstance(given, Path):
+        try:
+            text = given.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigurationError(
+                f"the file that names the failure domain of this node cannot be read: {error}.",
+                code="config.protection",
+                action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
+                path=str(given),
+            ) from error
+    else:
+        text = os.environ.get(DOMAIN_VARIABLE, "") if given is None else given
+    return tuple(reversed([part.strip() for part in text.strip().split("/") if part.strip()]))
+
+
+def _await_address(folder: NodeFolder, secret: bytes) -> str:
+    """The address at which the keeper of `folder` listens for those that know `secret`."""
+    end = time.monotonic() + _LISTEN_S
+    while time.monotonic() < end:
+        port = noted_port(folder)
+        if port is not None and port.secret_digest == digest_of(secret):
+            if port.error:
+                raise _cannot_listen(folder, port.error)
+            return f"{own_host()}:{port.port}"
+        time.sleep(_LOOK_S)
+    raise _cannot_listen(folder, f"it did not within {_LISTEN_S:.0f} s")
+
+
+def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the keeper of this node does not listen for other nodes: {why}.",
+        code="config.protection",
+        action="Read its log, keeper.log in that folder, and allow TCP connections between the nodes.",
+        path=str(folder.path),
+    )
+
+
+def _not_met() -> HoldfastError:
+    return ConfigurationError(
+        "The nodes of the job have not met yet, so no snapshot is protected.",
+        code="config.protection",
+        action="No action needed: they meet at the first save into memory.",
+    )

@@ -1,0 +1,388 @@
+"""The copies that a keeper holds for other nodes: it receives sealed slots into memory of its own, and verifies them.
+
+A copy becomes HELD only if each of its bytes is what the offer's digests say: the blocks of data are hashed as they
+arrive, and the header must be the one that manifest and digest table give. So a peer that sends other bytes, and a
+network that alters them, leave nothing behind that a restore could read.
+
+Threads of the connections call `offer`, `sink` and `finish`; the one thread of the keeper calls all other methods. The
+lock covers the table of copies, never a transfer: a slot that is being received is WRITING under this process's lock,
+so nothing else touches it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Final, NamedTuple
+
+from holdfast.errors import HoldfastError
+from holdfast.format import container
+from holdfast.format.container import BLOCK_NBYTES
+from holdfast.format.records import Place
+from holdfast.keeper.peer_generations import GenerationSink, PeerGenerations
+from holdfast.keeper.peer_memory import KEPT, free, opened, reserved
+from holdfast.keeper.persist import Sealing
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
+from holdfast.peers.peer_messages import (
+    CopyKept,
+    CopyWanted,
+    Damaged,
+    Declined,
+    Noted,
+    OfferCopy,
+    PeerReply,
+    Put,
+    PutGeneration,
+    PutRange,
+)
+from holdfast.store.base import Bytes
+
+#: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay.
+_NUM_COPIES: Final = 2
+#: Limit for the bytes of a copy that a peer offers.
+MAX_COPY_NBYTES: Final = 1 << 44
+#: Time after which a reception that no connection feeds is given up: its sender is gone.
+_DEAD_S: Final = 120.0
+
+
+class _DataBlock(NamedTuple):
+    """Block number `number` of the data of a file: the bytes from `start` to `stop` of the slot's region."""
+
+    part: SlotFile
+    number: int
+    start: int
+    stop: int
+
+
+@dataclass
+class _Incoming:
+    """A copy that is being received into `slot`. `digests` are those of the blocks that have arrived."""
+
+    offer: OfferCopy
+    slot: Slot
+    sealing: Sealing | None
+    digests: dict[tuple[int, int], bytes] = field(default_factory=dict)
+    #: Number of transfers into the slot that are under way.
+    num_active: int = 0
+    touched_at: float = field(default_factory=time.monotonic)
+
+    def note(self, block: _DataBlock) -> None:
+        """Hash a block that has arrived."""
+        assert self.sealing is not None
+        kind = self.sealing.stored.manifest.digests
+        self.digests[block.part.file, block.number] = kind.of(self.slot.data[block.start : block.stop].data)
+
+
+class Filling(NamedTuple):
+    """A copy that this process fills by itself: its contents to be, and the region for its files."""
+
+    contents: Contents
+    data: Bytes
+
+
+class PeerCopies:
+    """The copies in `folder`, by which this node protects slots of others, and the `generations` of them."""
+
+    def __init__(self, folder: NodeFolder, generations: PeerGenerations) -> None:
+        self._folder = folder
+        self._generations = generations
+        self._lock = Lock()
+        self._copies: dict[str, Slot] = {}
+        self._incoming: dict[int, _Incoming] = {}
+        #: The ranks for whose copies a thread is taking a slot.
+        self._preparing: set[int] = set()
+        self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
+
+    def offer(self, offer: OfferCopy) -> PeerReply:
+        """Answer an offer: this node has the copy, wants it, or says why it does not take it. Blocks while memory for
+        it is taken."""
+        _check(offer)
+        with self._lock:
+            if any(_is_of(slot, offer) for slot in self._copies.values()):
+                return CopyKept()
+            if offer.rank in self._preparing or not self._end_stale(offer):
+                return Declined("another connection is sending a copy of that rank")
+            self._preparing.add(offer.rank)
+        try:
+            slot = self._slot_for(offer)
+            self._generations.expect(offer.contents.checkpoint_id)
+            incoming = _Incoming(offer, slot, self._generations.sealing(offer.contents.checkpoint_id))
+            token = secrets.randbits(63)
+            with self._lock:
+                self._copies[slot.name] = slot
+                self._incoming[token] = incoming
+        except (HoldfastError, OSError) as error:
+            return Declined(str(error))
+        finally:
+            with self._lock:
+                self._preparing.discard(offer.rank)
+        return CopyWanted(token, needs_generation=incoming.sealing is None)
+
+    def sink(self, put: Put) -> GenerationSink | _RangeSink:
+        """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
+        if isinstance(put, PutGeneration):
+            return self._generations.sink(put)
+        with self._lock:
+            incoming = self._incoming.get(put.token)
+            if incoming is None or not self._knows_sealing(incoming):
+                raise ValueError("no such copy is being received")
+            if put.start < 0 or put.nbytes < 0 or put.start + put.nbytes > incoming.slot.nbytes:
+                raise ValueError("the range lies outside of the slot")
+            incoming.num_active += 1
+            incoming.touched_at = time.monotonic()
+        return _RangeSink(self, incoming, put)
+
+    @contextmanager
+    def filling(self, token: int) -> Iterator[Filling]:
+        """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
+        it."""
+        with self._lock:
+            incoming = self._incoming.get(token)
+            if incoming is None or not self._knows_sealing(incoming):
+                raise ValueError("no such copy is being received")
+            incoming.num_active += 1
+        try:
+            yield Filling(incoming.offer.contents, incoming.slot.data)
+        finally:
+            self.end_transfer(incoming)
+
+    def drop(self, token: int) -> PeerReply:
+        """Give up the reception of a copy."""
+        with self._lock:
+            incoming = self._incoming.pop(token, None)
+        if incoming is not None:
+            incoming.slot.advance(SlotRecord(SlotState.FREE))
+        return Damaged("it could not be received")
+
+    def finish(self, token: int) -> PeerReply:
+        """End the reception: the copy is kept if it is what was offered."""
+        with self._lock:
+            incoming = self._incoming.get(token)
+            if incoming is None or not self._knows_sealing(incoming) or incoming.num_active:
+                return Damaged("it was not sent as a whole")
+            del self._incoming[token]
+        slot, offer = incoming.slot, incoming.offer
+        if (damage := _damage(incoming)) is not None:
+            slot.advance(SlotRecord(SlotState.FREE))
+            return Damaged(damage)
+        slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
+        slot.advance(
+            SlotRecord(SlotState.HELD, offer.contents, offer.digests[0], second_digest="".join(offer.digests[1:]))
+        )
+        return CopyKept()
+
+    def _knows_sealing(self, incoming: _Incoming) -> bool:
+        """Whether the generation of a copy that is being received has arrived."""
+        incoming.sealing = incoming.sealing or self._generations.sealing(_id_of(incoming.offer))
+        return incoming.sealing is not None
+
+    @property
+    def owed(self) -> list[Slot]:
+        """The copies that a restore, or the keeper, has asked for in the run."""
+        with self._lock:
+            return [slot for slot in self._copies.values() if slot.refresh().state == SlotState.SEALED]
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids of the checkpoints that there are copies of, whole ones and those that are being received."""
+        with self._lock:
+            contents = [slot.record.contents for slot in self._copies.values()]
+            return {each.checkpoint_id for each in contents if each is not None}
+
+    def held(self, checkpoint_id: str) -> list[Slot]:
+        """The HELD copies of a checkpoint."""
+        with self._lock:
+            return [
+                slot for slot in self._copies.values() if slot.state == SlotState.HELD and _has(slot, checkpoint_id)
+            ]
+
+    def named(self, name: str) -> Slot | None:
+        """The copy called `name`, if it is there."""
+        return self._copies.get(name)
+
+    def tend(self, given_up: Collection[str]) -> None:
+        """Close copies that somebody removed, free those of checkpoints that were `given_up`, and remove those of ranks
+        that have no part of the newest protected checkpoint, because they live no more."""
+        newest = self._generations.newest_protected()
+        with self._lock:
+            for token, each in list(self._incoming.items()):
+                if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
+                    del self._incoming[token]
+                    each.slot.advance(SlotRecord(SlotState.FREE))
+            receiving = {each.slot.name for each in self._incoming.values()}
+            idle = {name: slot for name, slot in self._copies.items() if name not in receiving}
+            last: dict[int, Place] = {}
+            for slot in idle.values():
+                contents = slot.refresh().contents
+                if contents is not None and slot.state in KEPT:
+                    last[slot.rank] = max(contents.place, last.get(slot.rank, contents.place))
+            for name, slot in idle.items():
+                contents = slot.record.contents
+                is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
+                if slot.is_removed:
+                    slot.close()
+                    del self._copies[name]
+                elif contents is not None and contents.checkpoint_id in given_up:
+                    free(slot)
+                elif is_old and slot.remove_if(lambda record: record.state != SlotState.SEALED):
+                    del self._copies[name]
+
+    def give_back(self) -> None:
+        """Remove all copies but those that are owed to the run, or being received."""
+        with self._lock:
+            receiving = {each.slot.name for each in self._incoming.values()}
+            for name in [name for name in self._copies if name not in receiving]:
+                if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
+                    del self._copies[name]
+
+    def close(self) -> None:
+        """Close all copies, which stay in the folder. Nothing may be received any more."""
+        with self._lock:
+            for slot in self._copies.values():
+                slot.close()
+            self._copies.clear()
+
+    def end_transfer(self, incoming: _Incoming) -> None:
+        """Note that a range has arrived, or that its connection broke."""
+        with self._lock:
+            incoming.num_active -= 1
+            incoming.touched_at = time.monotonic()
+
+    def _end_stale(self, offer: OfferCopy) -> bool:
+        """End receptions of the same rank that no connection feeds any more: their sender begins anew. Returns False
+        where one is still fed."""
+        for token, each in list(self._incoming.items()):
+            if each.offer.rank != offer.rank:
+                continue
+            if each.num_active:
+                return False
+            del self._incoming[token]
+            each.slot.advance(SlotRecord(SlotState.FREE))
+        return True
+
+    def _slot_for(self, offer: OfferCopy) -> Slot:
+        """A slot for the copy, WRITING under this process's lock. Only one thread at a time calls it for a rank."""
+        with self._lock:
+            taken = self._take(offer.rank, offer.contents)
+        slot = taken or reserved(self._folder, SlotKind.COPY, rank=offer.rank, nbytes=_nbytes(offer.contents))
+        slot.advance(SlotRecord(SlotState.WRITING, offer.contents))
+        return slot
+
+    def _take(self, rank: int, contents: Contents) -> Slot | None:
+        """A copy of `rank` that is not needed any more, under this process's lock; None where there is none. Removes
+        those that are too small."""
+        newest = self._generations.newest_protected()
+        mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
+        whole = [slot for slot in mine if slot.refresh().state in KEPT]
+        places = sorted(slot.record.contents.place for slot in whole if slot.record.contents is not None)
+        for slot in mine:
+            held = slot.record.contents
+            is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
+            is_old = held is None or (newest is not None and held.place < newest)
+            is_one_too_many = held is not None and len(whole) >= _NUM_COPIES and held.place == places[0]
+            if is_needed or not (is_old or is_one_too_many) or not slot.take():
+                continue
+            if slot.nbytes >= _nbytes(contents):
+                return slot
+            slot.remove()
+            del self._copies[slot.name]
+        return None
+
+
+class _RangeSink:
+    """A `PutSink` for a range of a copy. Blocks are hashed as soon as they have arrived, while the cache has them."""
+
+    def __init__(self, copies: PeerCopies, incoming: _Incoming, put: PutRange) -> None:
+        self.memory: Bytes = incoming.slot.data[put.start : put.start + put.nbytes]
+        self._copies = copies
+        self._incoming = incoming
+        self._put = put
+        self._blocks = _blocks(incoming.offer.contents, put.start, put.start + put.nbytes)
+        self._next = next(self._blocks, None)
+
+    def received(self, nbytes: int) -> None:
+        """The first `nbytes` have arrived."""
+        while self._next is not None and self._next.stop <= self._put.start + nbytes:
+            self._incoming.note(self._next)
+            self._next = next(self._blocks, None)
+
+    def finish(self) -> PeerReply:
+        """All bytes have arrived."""
+        self._copies.end_transfer(self._incoming)
+        return Noted()
+
+    def abort(self) -> None:
+        """The connection broke."""
+        self._copies.end_transfer(self._incoming)
+
+
+def _blocks(contents: Contents, start: int, stop: int) -> Iterator[_DataBlock]:
+    """The blocks of data that lie between `start` and `stop` of a slot's region, in order."""
+    for part in contents.files:
+        data = part.start + part.data_start
+        first = max(-(-(start - data) // BLOCK_NBYTES), 0)
+        for number in range(first, container.num_blocks(part.nbytes - part.data_start)):
+            block = _DataBlock(
+                part, number, data + number * BLOCK_NBYTES, min(data + (number + 1) * BLOCK_NBYTES, part.stop)
+            )
+            if block.stop > stop:
+                break
+            yield block
+
+
+def _damage(incoming: _Incoming) -> str | None:
+    """The reason why a received copy is not what was offered; None where it is."""
+    offer, slot, sealing = incoming.offer, incoming.slot, incoming.sealing
+    assert sealing is not None
+    kind, tables = sealing.stored.manifest.digests, defaultdict[int, list[bytes]](list)
+    for block in _blocks(offer.contents, 0, offer.contents.files[-1].stop):
+        if (block.part.file, block.number) not in incoming.digests:  # it came in two ranges
+            incoming.note(block)
+        tables[block.part.file].append(incoming.digests[block.part.file, block.number])
+    for part, digest in zip(offer.contents.files, offer.digests, strict=True):
+        layout, table = sealing.layout(part.file), b"".join(tables[part.file])
+        if (part.data_start, part.nbytes) != (layout.data_start, layout.nbytes):
+            return "it has another layout than its manifest says"
+        if kind.hex(table) != digest:
+            return "bytes of it changed on the way, or in the memory of the node that sent it"
+        header = container.header(sealing.stored.manifest, layout, table)
+        if slot.data[part.start : part.start + part.data_start].tobytes() != header:
+            return "its header changed on the way, or in the memory of the node that sent it"
+    return None
+
+
+def _check(offer: OfferCopy) -> None:
+    """Raise `ValueError` for an offer that no keeper makes."""
+    end, files = 0, offer.contents.files
+    for part in files:
+        if part.start < end or part.data_start < 0 or part.nbytes < part.data_start or part.file < 0:
+            raise ValueError("the offered files overlap, or have no sizes")
+        end = part.stop
+    if len(offer.digests) != len(files) or end <= 0 or end > MAX_COPY_NBYTES:
+        raise ValueError("an offer needs a digest for each file, and bytes")
+
+
+def _is_of(slot: Slot, offer: OfferCopy) -> bool:
+    """Whether a copy is what is offered."""
+    record = slot.refresh()
+    digests = tuple(filter(None, record.digests))
+    return record.state in KEPT and record.contents == offer.contents and digests == offer.digests
+
+
+def _has(slot: Slot, checkpoint_id: str) -> bool:
+    return slot.record.contents is not None and slot.record.contents.checkpoint_id == checkpoint_id
+
+
+def _id_of(offer: OfferCopy) -> str:
+    return offer.contents.checkpoint_id
+
+
+def _nbytes(contents: Contents) -> int:
+    """The size of the region that the files of a slot take."""
+    return contents.files[-1].stop

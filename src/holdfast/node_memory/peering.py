@@ -1,0 +1,170 @@
+"""Notes in a run's folder in memory about the keepers of other nodes: who they are, and what each sends to whom.
+
+The ranks of a job write the secret first. A keeper that finds it listens, and writes its port. When the ranks of all
+nodes have exchanged the addresses, they write the table. A keeper that is started later finds all of them, and listens
+at the same port, so its peers need not know of its death. Each file is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import Final, TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.decoding import decode_msgpack
+from holdfast.errors import ConfigurationError
+from holdfast.node_memory.node_folder import NodeFolder
+
+_SECRET_NAME: Final = "peers.secret"  # noqa: S105 - the name of a file
+_PORT_NAME: Final = "peers.port"
+_TABLE_NAME: Final = "peers.table"
+_TROUBLE_NAME: Final = "peers.trouble"
+
+_Note = TypeVar("_Note", bound=msgspec.Struct)
+
+
+class PeerSecret(msgspec.Struct, frozen=True, array_like=True):
+    """The secret of a job, which its keepers prove to each other, and the address of this node's network."""
+
+    secret: bytes
+    host: str
+
+
+class PeerPort(msgspec.Struct, frozen=True, array_like=True):
+    """The port at which the keeper listens for those that know the secret with this `secret_digest`; `error` says why
+    it does not."""
+
+    secret_digest: bytes
+    port: int = 0
+    error: str = ""
+
+
+class PeerNode(msgspec.Struct, frozen=True, array_like=True):
+    """A node of the job: the identity of its folder, and the address of its keeper."""
+
+    identity: str
+    address: str
+
+
+class ParityTable(msgspec.Struct, frozen=True, array_like=True):
+    """The `groups` of nodes that share parity, as numbers of nodes in the order of each group, of which `losses` may be
+    lost; and the ranks of each node."""
+
+    losses: int
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class PeerTable(msgspec.Struct, frozen=True, array_like=True):
+    """The nodes of a job, of which this one is number `own`. For each there are the numbers of the nodes to which it
+    sends copies of its slots; or `parity` says which nodes keep parity for each other. `secret_digest` is that of the
+    job's secret."""
+
+    secret_digest: bytes
+    own: int
+    nodes: tuple[PeerNode, ...]
+    targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None = None
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all numbers are those of nodes."""
+        groups = () if self.parity is None else self.parity.groups
+        num_nodes = len(self.nodes)
+        numbers = {self.own, *(number for each in (*self.targets, *groups) for number in each)}
+        if not numbers <= set(range(num_nodes)) or len(self.targets) != num_nodes:
+            return False
+        return self.parity is None or (
+            len(self.parity.ranks) == num_nodes and sorted(sum(groups, ())) == list(range(num_nodes))
+        )
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The nodes that share parity with this one, in the order of their group, which includes this one; none without
+        parity."""
+        groups = () if self.parity is None else self.parity.groups
+        return next((group for group in groups if self.own in group), ())
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The nodes that protect this one's slots: those that get copies of them, or share parity."""
+        return self.targets[self.own] if self.parity is None else tuple(n for n in self.group if n != self.own)
+
+
+def digest_of(secret: bytes) -> bytes:
+    """A name for a secret, which does not tell it."""
+    return xxhash.xxh3_128_digest(secret)
+
+
+def note_secret(folder: NodeFolder, secret: PeerSecret) -> None:
+    """Tell the keeper of `folder` the secret of the job, so that it listens."""
+    _note(folder, _SECRET_NAME, secret)
+
+
+def noted_secret(folder: NodeFolder) -> PeerSecret | None:
+    """The secret of the last job; None where there is none."""
+    return _noted(folder, _SECRET_NAME, PeerSecret)
+
+
+def note_port(folder: NodeFolder, port: PeerPort) -> None:
+    """Tell the ranks of this node the port of its keeper. Only for the keeper."""
+    _note(folder, _PORT_NAME, port)
+
+
+def noted_port(folder: NodeFolder) -> PeerPort | None:
+    """The port of the keeper, or of the one before it; None where there is none."""
+    return _noted(folder, _PORT_NAME, PeerPort)
+
+
+def note_table(folder: NodeFolder, table: PeerTable) -> None:
+    """Tell the keeper of `folder` what to send to whom. Several ranks of the node may do so, with the same table."""
+    _note(folder, _TABLE_NAME, table)
+
+
+def noted_table(folder: NodeFolder) -> PeerTable | None:
+    """The table of the last job; None where there is none, or its memory is not protected."""
+    table = _noted(folder, _TABLE_NAME, PeerTable)
+    return table if table is not None and table.is_sound else None
+
+
+def note_peer_trouble(folder: NodeFolder, trouble: str) -> None:
+    """Tell the ranks of this node why its slots cannot be protected now; "" says that they can. Only for the keeper."""
+    if not trouble:
+        folder.discard(_TROUBLE_NAME)
+    elif trouble != peer_trouble(folder):
+        folder.write(_TROUBLE_NAME, trouble.encode())
+
+
+def peer_trouble(folder: NodeFolder) -> str:
+    """The reason why slots of this node cannot be protected now; "" where there is none."""
+    with suppress(FileNotFoundError, ConfigurationError), os.fdopen(folder.open(_TROUBLE_NAME), "rb") as file:
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def forget_peers(folder: NodeFolder) -> None:
+    """Remove all notes about peers: the slots of `folder` are not protected any more."""
+    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME):
+        folder.discard(name)
+
+
+def _note(folder: NodeFolder, name: str, note: msgspec.Struct) -> None:
+    data = msgspec.msgpack.encode(note)
+    if _read(folder, name) != data:
+        folder.write(name, data)
+
+
+def _noted(folder: NodeFolder, name: str, kind: type[_Note]) -> _Note | None:
+    """A note. A damaged one counts as none: the next job writes it again."""
+    with suppress(msgspec.DecodeError):
+        return decode_msgpack(_read(folder, name), kind)
+    return None
+
+
+def _read(folder: NodeFolder, name: str) -> bytes:
+    with suppress(FileNotFoundError, ConfigurationError), os.fdopen(folder.open(name), "rb") as file:
+        return file.read()
+    return b""
