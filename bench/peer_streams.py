@@ -24,7 +24,7 @@ import xxhash
 from bench.costs import cpu_s, scratch
 from bench.schema import BenchError
 from holdfast.format.container import BLOCK_NBYTES
-from holdfast.peers.peer_messages import GetRange, Noted, PeerReply, PeerRequest, Put, PutRange
+from holdfast.peers.peer_messages import Get, Noted, PeerReply, PeerRequest, Put, PutRange
 from holdfast.peers.tcp import TcpPeers
 from holdfast.peers.transport import Region
 from holdfast.store.base import Bytes
@@ -70,7 +70,7 @@ class TargetMemory:
         assert isinstance(put, PutRange)
         return DigestingSink(self._memory[put.start : put.start + put.nbytes])
 
-    def source(self, get: GetRange) -> AbstractContextManager[Region]:
+    def source(self, get: Get) -> AbstractContextManager[Region]:
         return nullcontext(Region(-1, 0, 0))
 
 
