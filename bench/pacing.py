@@ -156,7 +156,7 @@ class _Loop:
         because the processors of this machine are shared."""
         every = [reducing] * self._job.world
         dist.all_gather_object(every, reducing)
-        return mean(min(step) for step in zip(*every, strict=True))
+        return float(mean(min(step) for step in zip(*every, strict=True)))
 
 
 def _free_port() -> int:
