@@ -1,4 +1,4 @@
-"""Snapshots that copies on other nodes protect: `Checkpointer`s of several ranks on nodes that folders emulate."""
+"""Snapshots that other nodes protect, by copies or parity: `Checkpointer`s of ranks on nodes that folders emulate."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import copy_names, slot_names
-from holdfast.protection.policies import Copies
+from holdfast.node_memory.slots import copy_names, parity_names, slot_names
+from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
+COPIES = Copies(1)
+
+
+TIERS = ["node memory", "peer memory"]
+FROM_PEERS = [("peer memory", 4, True, TIERS)]
+
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    paths = [tmp_path / f"node{number}" for number in range(4)]
+    paths = [tmp_path / f"node{number}" for number in range(5)]
     for path in paths:
         path.mkdir()
     yield paths
@@ -30,9 +36,11 @@ def nodes(tmp_path: Path) -> Iterator[list[Path]]:
         end_keepers(path)
 
 
-def save_protected(run: str, node_dirs: Sequence[Path], steps: Sequence[int], copies: int = 1) -> list[bool]:
+def save_protected(
+    run: str, node_dirs: Sequence[Path], steps: Sequence[int], protect: Copies | Parity = COPIES
+) -> list[bool]:
     start_new_job()
-    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=Copies(copies))
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=protect)
     state = sharded(-1, dim=0)
     protected = []
     with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
@@ -72,11 +80,28 @@ def lose(run: str, node: Path) -> None:
 
 def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, nodes: list[Path]) -> None:
     run = str(tmp_path / "run")
-    assert run_ranks(4, save_protected, run, nodes, (1, 2, 3)) == [[True, True, True]] * 4
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3)) == [[True, True, True]] * 4
     with folder_of(run, nodes[0]) as folder:
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
-    assert (
-        run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]])
-        == [("peer memory", 4, True, ["node memory", "peer memory"])] * 3
-    )
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
+    with folder_of(run, nodes[0]) as folder:
+        assert len(slot_names(folder)) == len(parity_names(folder)) == 2
+        assert copy_names(folder) == []
+    lose(run, nodes[2])
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(5, save_protected, run, nodes, (1, 2), Parity(2)) == [[True, True]] * 5
+    for lost in (nodes[0], nodes[3]):
+        lose(run, lost)
+    left = [nodes[1], nodes[2], nodes[4]]
+    assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True, TIERS)] * 3
+    assert run_ranks(2, restored_columns, run, left[:2])[0][1:3] == (3, True)

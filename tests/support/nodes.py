@@ -198,6 +198,9 @@ class Node:
         self._boot()
 
     def _go_down(self) -> None:
+        if self._holder.poll() is not None:  # it has ended by itself, and its link with it
+            self._network.forget(self)
+            return
         self._network.disconnect(self)  # else the kernel would close the connections of dead processes
         os.kill(self.init, signal.SIGKILL)
         # The first process ends when nobody has to look after any process of the node.
@@ -290,6 +293,10 @@ class Network:
         links = ("link set lo up", f"addr add {node.address}/24 dev {INTERFACE}", f"link set {INTERFACE} up")
         _batch("ip", node.init, links)
         self._nodes.append(node)
+
+    def forget(self, node: Node) -> None:
+        """Note that a node is down."""
+        self._nodes.remove(node)
 
     def disconnect(self, node: Node) -> None:
         """Take the link of a node away."""

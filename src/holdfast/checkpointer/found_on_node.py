@@ -13,6 +13,7 @@ import numpy as np
 from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpointer.choosing import Chosen, DamagedCopy, Inventory, generation_of
+from holdfast.checkpointer.rebuild_plan import HeldRow
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -20,9 +21,10 @@ from holdfast.format.records import Seal
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
 from holdfast.node_disk.disk_folder import DiskPart, parts_on_disks
-from holdfast.node_memory.generations import give_up_generation
+from holdfast.node_memory.generations import give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, copy_names, slot_names
+from holdfast.node_memory.parity_records import record_of
+from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, copy_names, parity_names, slot_names
 from holdfast.store.base import Location
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.urls import text_of
@@ -69,6 +71,18 @@ def sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Iter
                 break
             time.sleep(_LOOK_S)
         yield slots
+
+
+def held_rows(folder: NodeFolder) -> list[HeldRow]:
+    """The complete rows of parity on the node, of checkpoints whose manifests it has."""
+    rows = []
+    for name in parity_names(folder):
+        with suppress(FileNotFoundError, CorruptError), Slot(folder, name) as slot:
+            contents = slot.record.contents
+            if contents is not None and slot.state == SlotState.HELD:
+                read_generation(folder, contents.checkpoint_id)
+                rows.append(HeldRow(contents.checkpoint_id, record_of(slot)))
+    return rows
 
 
 def let_go(found: FoundOnNode, checkpoint_ids: Collection[str]) -> None:
