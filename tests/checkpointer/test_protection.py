@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import copy_names, parity_names, slot_names
+from holdfast.node_memory.slots import Slot, copy_names, parity_names, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 COPIES = Copies(1)
@@ -102,3 +103,57 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     left = [nodes[1], nodes[2], nodes[4]]
     assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True, ["node memory", "peer memory"])] * 3
     assert run_ranks(2, restored_columns, run, left[:2])[0][1:3] == (3, True)
+
+
+def test_a_replacement_node_gets_what_was_lost_and_damage_in_a_survivor_is_rebuilt_too(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2), Parity(2)) == [[True, True]] * 4
+    lose(run, nodes[1])
+    with folder_of(run, nodes[3]) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                contents = slot.record.contents
+                assert contents is not None
+                slot.data[contents.data_start] ^= 1
+    new_nodes = [nodes[0], nodes[4], nodes[2], nodes[3]]
+    assert (
+        run_ranks(4, restored_columns, run, new_nodes) == [("peer memory", 3, True, ["node memory", "peer memory"])] * 4
+    )
+    for node, num_copies in zip(new_nodes, (0, 2, 0, 0), strict=True):
+        with folder_of(run, node) as folder:
+            assert len(copy_names(folder)) == num_copies, node
+
+
+def save_and_lose(run: str, node_dirs: Sequence[Path], lost: int) -> bool:
+    """Save to memory alone, and lose a node before its keeper can write anything to the run."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()], protect=Parity(1))
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        state["w"].copy_(sharded(2, dim=0)["w"])  # type: ignore[attr-defined]
+        state["progress"]["step"] = 2  # type: ignore[index]
+        handle = checkpointer.save(2, memory_only=True)
+        handle.protected.wait(20)
+        dist.barrier()
+        if dist.get_rank() == lost:
+            lose(run, node_dirs[lost])
+        dist.barrier()
+    return handle.protected.is_done
+
+
+def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, nodes: list[Path]) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(4, save_protected, str(run), nodes[:4], (1,), Parity(1)) == [[True]] * 4
+    assert run_ranks(4, save_and_lose, str(run), nodes[:4], 2) == [True] * 4
+    num_committed = len(committed(run))
+    left = [nodes[0], nodes[1], nodes[3]]
+    expected = ("peer memory", 3, True, ["node memory", "peer memory"])
+    assert run_ranks(3, restored_columns, str(run), left) == [expected] * 3
+    until(lambda: len(committed(run)) == num_committed + 1)
+
+
+def committed(run: Path) -> list[Path]:
+    return list((run / "history").iterdir())

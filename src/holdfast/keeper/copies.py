@@ -79,7 +79,7 @@ class _Incoming:
         self.digests[block.part.file, block.number] = kind.of(self.slot.data[block.start : block.stop].data)
 
 
-class Filling(NamedTuple):
+class CopyFilling(NamedTuple):
     """A copy that this process fills by itself: its contents to be, and the region for its files."""
 
     contents: Contents
@@ -139,7 +139,7 @@ class PeerCopies:
         return _RangeSink(self, incoming, put)
 
     @contextmanager
-    def filling(self, token: int) -> Iterator[Filling]:
+    def filling(self, token: int) -> Iterator[CopyFilling]:
         """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
         it."""
         with self._lock:
@@ -148,7 +148,7 @@ class PeerCopies:
                 raise ValueError("no such copy is being received")
             incoming.num_active += 1
         try:
-            yield Filling(incoming.offer.contents, incoming.slot.data)
+            yield CopyFilling(incoming.offer.contents, incoming.slot.data)
         finally:
             self.end_transfer(incoming)
 
