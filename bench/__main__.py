@@ -25,7 +25,9 @@ from bench.hub_loads import HUB_LOADING
 from bench.lost_nodes import LOST_NODES
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
+from bench.pacing import PACING
 from bench.parity import PARITY
+from bench.peers import PEERS
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -37,7 +39,7 @@ from bench.view import VIEW
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
 BENCHMARKS = (
     *(IO, LOADS, EXCHANGE, PLAN, AGREEMENT, SMALL, VIEW, ENGINE),
-    *(HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PARITY, NODES, LOST_NODES),
+    *(HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PEERS, PARITY, NODES, LOST_NODES, PACING),
 )
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"

@@ -58,7 +58,9 @@ def protect(task: NodeTask) -> None:
     heard = Heard()
     state = {f"w{number}": part(task, number) for number in range(_NUM_TENSORS)}
     ours, plain = [], []
-    with Checkpointer(task.run, state, memory=Memory(protect=Copies(1)), listeners=[heard]) as checkpointer:
+    # A pace would take the plain copies in between for the traffic of training.
+    memory = Memory(protect=Copies(1), protect_pace="none")
+    with Checkpointer(task.run, state, memory=memory, listeners=[heard]) as checkpointer:
         for number in range(task.rounds + 2):  # both slots of a rank, and both copies, take memory first
             dist.barrier()
             checkpointer.save(number, memory_only=True).protected.wait(_TIMEOUT_S)

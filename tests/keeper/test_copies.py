@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
@@ -258,3 +259,31 @@ def test_a_second_offer_while_the_first_is_being_sent_is_declined(
     assert not isinstance(held.finish(first.token), CopyKept)
     assert not isinstance(held.finish(again.token), CopyKept)
     assert copy_in(folders[1], stack).state == SlotState.FREE
+
+
+def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepers = keepers_of(folders, stack)
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.3)
+    go_on = Event()
+    stack.callback(go_on.set)
+    offer = PeerCopies.offer
+    monkeypatch.setattr(PeerCopies, "offer", lambda self, each: (go_on.wait(30), offer(self, each))[1])
+    until(lambda: look(*keepers) and "takes it slowly" in peer_trouble(folders[0]))
+    go_on.set()
+    until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
+    until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
+    copy_in(folders[1], stack).remove()  # with the node that had it
+    forget_peers(folders[0])
+    forget_peers(folders[1])
+    until(lambda: look(*keepers))
+    meet(folders, keepers)
+    until(lambda: look(*keepers) and bool(copy_names(folders[1])) and all(protected_ids(folder) for folder in folders))

@@ -33,7 +33,7 @@ from holdfast.peers.peer_messages import (
 )
 from holdfast.peers.tcp import TcpPeers
 from holdfast.peers.tcp_listener import PeerLimits
-from holdfast.peers.transport import Region
+from holdfast.peers.transport import PutPace, Region
 from holdfast.peers.wire import Deadline, within
 from holdfast.store.base import Bytes
 from tests.peers.stub_keeper import (
@@ -59,7 +59,7 @@ from holdfast.peers.tcp import TcpPeers
 connection = TcpPeers("127.0.0.1").connect(sys.argv[1], secret=bytes(range(32)), timeout_s=20)
 wire, nbytes = connection._wire, int(sys.argv[2])
 send = wire.send_bytes
-def half(data, deadline):
+def half(data, deadline, pace):
     send(data[: nbytes // 2], deadline)
     print("half", flush=True)
     time.sleep(60)
@@ -188,7 +188,7 @@ def test_a_connection_that_breaks_in_the_middle_aborts_the_sink_and_the_listener
         connection = connect(listener.address)
         send = connection._wire.send_bytes
 
-        def send_some(data: Bytes, deadline: Deadline) -> None:
+        def send_some(data: Bytes, deadline: Deadline, pace: PutPace | None) -> None:
             send(data[: 3 * MIB], deadline)
             connection.close()
 

@@ -224,6 +224,16 @@ def events_result() -> Result:
     return Result("events", (part("one-process", taken, facts=facts),))
 
 
+def peers_result(*, seconds: float = 1.1) -> Result:
+    """Copies of 1 GB, for which a plain copy takes a second and half a second more in another way."""
+    taken = [
+        Sample(name, number, {"seconds": (each,), "cpu_s": (0.4,)})
+        for number in (WARM_UP, 1, 2, 3)
+        for name, each in ((f"{RAW} 1 MiB a call", 1.5), (f"{RAW} 16 MiB a call", 1.0), (OURS, seconds))
+    ]
+    return Result("peers", (part("put", taken, state=StateSize(10**9), facts={"streams": 4}),))
+
+
 def objects_result() -> Result:
     """Transfers in which holdfast saves at half the raw limit and loads at nine tenths of it, the keeper takes much
     time of the processor, and a long history takes one request more in a bucket."""

@@ -55,6 +55,7 @@ from tests.project.bench_results import (
     objects_result,
     parity_result,
     part,
+    peers_result,
     plan_result,
     prune_result,
     sample,
@@ -86,6 +87,7 @@ FOUND = {
         parity_result(),
         nodes_result(),
         lost_nodes_result(),
+        peers_result(),
     )
 }
 

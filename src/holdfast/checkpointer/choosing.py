@@ -70,11 +70,22 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DamagedCopy(NamedTuple):
-    """A copy of file `name` of a checkpoint that a restore has found damaged in a tier."""
+    """A copy of file `name` of a checkpoint that a restore has found damaged in a tier, on the node of the rank
+    `reader` (`EVERY_RANK`: on some node)."""
 
     checkpoint_id: str
     name: str
     tier: NodeTier
+    reader: int
+
+
+class BadCopy(NamedTuple):
+    """A copy of file `name` of a checkpoint that no rank of `node` reads ("": of any node), because it is damaged."""
+
+    checkpoint_id: str
+    name: str
+    tier: NodeTier
+    node: str
 
 
 class FailedNode(NamedTuple):
@@ -117,10 +128,10 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
     (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. Of the files
     `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in other tiers of
-    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest of the nearest
-    copies. `manifest` is for nodes that hold no file of the checkpoint and so lack its manifest; empty if there is no
-    such node. With `is_all`, storage has no checkpoint of the run yet. With `rebuild`, files of it have to be rebuilt
-    first, and then the ranks choose again.
+    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest that files
+    are read from, and `bad` are the copies that nobody reads. `manifest` is for nodes that hold no file of the
+    checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the
+    run yet. With `rebuild`, files of it have to be rebuilt first, and then the ranks choose again.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -142,6 +153,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     has_more: bool = False
     tier: Tier = "node memory"
     rebuild: Rebuild | None = None
+    bad: tuple[BadCopy, ...] = ()
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -280,7 +292,8 @@ class Survey:
     ) -> None:
         self._clearing = clearing
         self._damaged = damaged
-        self._bad = bad
+        self._found_bad = bad
+        self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
@@ -290,6 +303,15 @@ class Survey:
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
         self._inventories, self._held = inventories, {}
+        self._bad = frozenset(
+            BadCopy(
+                each.checkpoint_id,
+                each.name,
+                each.tier,
+                "" if each.reader == EVERY_RANK else inventories[each.reader].node,
+            )
+            for each in self._found_bad
+        )
         told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
@@ -368,6 +390,7 @@ class Survey:
                     or any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
                     tier=whole.tier,
                     rebuild=self._rebuild(checkpoint_id, whole),
+                    bad=tuple(sorted(self._bad, key=str)),
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
@@ -396,8 +419,8 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                lost: tuple[LostSlots, ...] = ()
                 sources = plan_sources([_lost_file(holders) for holders in files])
+                lost: tuple[LostSlots, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
                     lost = self._lost(checkpoint_id, files)
@@ -440,10 +463,9 @@ class Survey:
         files: list[dict[str, _Copy]] = [{} for _ in names]
         for node, each in self._held[checkpoint_id]:
             name, here = names[each.file], files[each.file].get(node)
-            is_bad = bool(self._bad) and DamagedCopy(checkpoint_id, name, each.tier) in self._bad
-            is_own = each.tier is NodeTier.NODE_MEMORY
-            is_bad = is_bad or (is_own and FailedNode(checkpoint_id, node) in self._failed)
-            if not is_bad and (here is None or each.tier.distance < here.tier.distance):
+            is_lost = each.tier is NodeTier.NODE_MEMORY and FailedNode(checkpoint_id, node) in self._failed
+            is_nearer = here is None or each.tier.distance < here.tier.distance
+            if is_nearer and not is_lost and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
                 files[each.file][node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
@@ -491,8 +513,15 @@ def _rebuilt_seals(
         for found in each.slots
         for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
     }
-    held = [next(iter(holders.values())).seal if holders else None for holders in files]
-    return [seal or rebuilt[number] for number, seal in enumerate(held)]
+    return [
+        min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]
+        for number, holders in enumerate(files)
+    ]
+
+
+def is_bad(bad: Collection[BadCopy], checkpoint_id: str, name: str, tier: NodeTier, node: str) -> bool:
+    """Whether a copy of a file on a node is one of the `bad` ones."""
+    return bool(bad) and any(BadCopy(checkpoint_id, name, tier, each) in bad for each in (node, ""))
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:

@@ -6,14 +6,15 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from holdfast.checkpointer.peer_meeting import ProtectionRules
 from holdfast.control.torch_store import global_rank
 from holdfast.errors import HoldfastError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
+from holdfast.node_memory.peering import MIN_PROTECT_BYTES_PER_S, PaceMode, PacingRules
 from holdfast.node_memory.turns import dir_in_turn
-from holdfast.options import check_flag, checked_number
+from holdfast.options import check_flag, check_positive, checked_number
 from holdfast.protection.policies import Copies, Parity
 from holdfast.run.session import Takeover
 from holdfast.store.base import Location
@@ -33,6 +34,10 @@ class Memory:
     node lies, the largest first, such as ``"block-2/rack-7"``; a `Path` is that of a file with that text, and None
     means the variable ``HOLDFAST_DOMAIN`` of the environment. Copies lie in other domains than their owner, and no
     domain has more nodes of a group than may be lost.
+
+    Copies go through the network of the nodes in pieces of 2 ms, while training leaves it idle: with ``"auto"`` where
+    keepers have seen that training uses it, with ``"idle"`` always, with ``"none"`` never. Training that leaves it no
+    idle time for seconds leaves copies a twentieth of it. `protect_bytes_per_s` is the most that each node sends.
     """
 
     generations: int = 2
@@ -40,6 +45,8 @@ class Memory:
     protect: Copies | Parity | None = None
     require_protection: bool = False
     domain: str | Path | None = None
+    protect_pace: PaceMode = "auto"
+    protect_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         protect: object = self.protect
@@ -48,6 +55,7 @@ class Memory:
         check_flag("require_protection", self.require_protection)
         if self.require_protection and protect is None:
             raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
+        self._check_pacing()
         least = "one must be whole while the next is copied"
         object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
         node_dir: object = self.node_dir
@@ -58,10 +66,26 @@ class Memory:
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
 
+    def _check_pacing(self) -> None:
+        if self.protect_pace not in get_args(PaceMode):
+            raise ValueError(f"protect_pace is 'auto', 'idle' or 'none', not {self.protect_pace!r}")
+        if self.protect_bytes_per_s is None:
+            return
+        check_positive("protect_bytes_per_s", self.protect_bytes_per_s, "bytes")
+        if self.protect_bytes_per_s < MIN_PROTECT_BYTES_PER_S:
+            raise ValueError(
+                f"protect_bytes_per_s is {self.protect_bytes_per_s}, but must be at least {MIN_PROTECT_BYTES_PER_S:,}: "
+                "peers give up copies that come more slowly"
+            )
+        object.__setattr__(self, "protect_bytes_per_s", float(self.protect_bytes_per_s))
+
     @property
     def protection(self) -> ProtectionRules | None:
         """The rules by which snapshots are protected; None if they are not."""
-        return None if self.protect is None else ProtectionRules(self.protect, self.domain, self.require_protection)
+        if self.protect is None:
+            return None
+        pacing = PacingRules(self.protect_pace, self.protect_bytes_per_s)
+        return ProtectionRules(self.protect, self.domain, self.require_protection, pacing)
 
 
 class NodeDirs(NamedTuple):

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from holdfast.cooperative.network import own_host
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.peering import (
+    PacingRules,
     ParityTable,
     PeerNode,
     PeerSecret,
@@ -52,11 +53,12 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ProtectionRules:
     """The wishes of a user: the policy, the failure domain of this node (a name, or the path of a file that has it),
-    and whether training may go on without protection."""
+    whether training may go on without protection, and the pace of copies. Rank 0's pace holds for all nodes."""
 
     policy: Copies | Parity
     domain: str | Path | None = None
     is_required: bool = False
+    pacing: PacingRules = field(default_factory=PacingRules)
 
 
 class _PlacedNodes(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +134,7 @@ class PeerMeeting:
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
-            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity)
+            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity, self.rules.pacing)
 
         placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
         found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.catalogue import FileCopy
+from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -296,11 +296,11 @@ def _newest_in_memory(
         resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            held = _CheckpointInMemory(storage, seal, chosen, partial(copies_of, found, seal, chosen, bad))
+            held = _CheckpointInMemory(storage, seal, chosen, partial(copies_of, found, seal, chosen))
             try:
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
-                copy = _copy_of(seal, error) if chosen.has_more else None
+                copy = _copy_of(seal, chosen, error) if chosen.has_more else None
                 # What a disk cannot read now may be the only copy of a checkpoint that the run lacks: that stays.
                 if not is_damage(error) and not (is_disk_failure(error) and chosen.committed and copy not in bad):
                     raise
@@ -324,13 +324,15 @@ def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
     return any(part.file in chosen.copied for part in files)
 
 
-def _copy_of(seal: Seal, error: HoldfastError) -> DamagedCopy | None:
+def _copy_of(seal: Seal, chosen: Chosen, error: HoldfastError) -> DamagedCopy | None:
     """The copy on a node that `error` says is damaged; None where it names none. The same on all ranks."""
     name = (error.path or "").rpartition("/")[2]
     tiers = {kind.value: kind for kind in (NodeTier.NODE_MEMORY, NodeTier.PEER_MEMORY, NodeTier.NODE_DISK)}
-    if error.tier not in tiers or name not in [file.name for file in seal.files]:
+    files = {file.name: number for number, file in enumerate(seal.files)}
+    if error.tier not in tiers or name not in files:
         return None
-    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier])
+    reader = chosen.owners[files[name]] if chosen.owners else error.rank
+    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier], EVERY_RANK if reader is None else reader)
 
 
 class _CheckpointInMemory:

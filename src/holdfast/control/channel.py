@@ -58,7 +58,7 @@ from holdfast.control.envelopes import (
     error_wire,
     payload_of,
 )
-from holdfast.control.inboxes import GroupInbox, Inbox, KeyedInbox, without_key
+from holdfast.control.inboxes import GatherInbox, GroupInbox, KeyedInbox, without_key
 from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import Meeting
@@ -143,13 +143,14 @@ class Channel:
         self._step = step
         self._meeting = meeting
         self._group_size = group_size
+        self._has_groups = world_size > group_size
         self._num_gathers = 0
         self._num_broadcasts = 0
         #: Set by the thread that makes the requests, read by the thread that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
         #: By gather and first rank: the inboxes of other groups in which this rank has told of ranks that are given up.
-        self._told: dict[tuple[int, int], Inbox] = {}
+        self._told: dict[tuple[int, int], GatherInbox] = {}
         #: Whether another channel has announced this operation.
         self._is_second = False
         #: The message that made this rank go on to the next number; empty while it never had to.
@@ -426,9 +427,7 @@ class Channel:
 
     def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
         """The contributions of all ranks, in rank order. On rank 0 only."""
-        groups = [own]
-        if self._has_groups:
-            groups += self._reports(number, phase, deadline)
+        groups = [own, *(self._reports(number, phase, deadline) if self._has_groups else ())]
         absent = {rank for group in groups for rank in group.absent}
         if absent:
             raise self._late(sorted(absent), phase, deadline)
@@ -481,12 +480,7 @@ class Channel:
     def _leader_of(self, rank: int) -> int:
         return rank - rank % self._group_size
 
-    @property
-    def _has_groups(self) -> bool:
-        """Whether the world consists of several groups."""
-        return self.world_size > self._group_size
-
-    def _inbox(self, number: int, leader: int) -> Inbox:
+    def _inbox(self, number: int, leader: int) -> GatherInbox:
         """The inbox of the group whose first rank is `leader`, for gather `number`."""
         if self._has_groups:
             return self._group_inbox(number, leader)

@@ -33,7 +33,7 @@ _MAX_PAUSE_S: Final = 0.02
 _MAX_LOOKS_PER_S: Final = 2000
 
 
-class Inbox(Protocol):
+class GatherInbox(Protocol):
     """The contributions of one group. Make all calls but `stand_in` inside `Meeting.ask`."""
 
     def put(self, rank: int, contribution: RankEnvelope) -> None:
@@ -58,20 +58,20 @@ class KeyedInbox:
         self._prefix = prefix
 
     def put(self, rank: int, contribution: RankEnvelope) -> None:
-        """As `Inbox.put`."""
+        """As `GatherInbox.put`."""
         Mailbox(self._meeting.store).put(self._key(rank), contribution)
 
     def await_all(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
-        """As `Inbox.await_all`."""
+        """As `GatherInbox.await_all`."""
         return without_key(self._meeting, {rank: self._key(rank) for rank in ranks}, timeout_s)
 
     def take(self, ranks: Sequence[int]) -> list[RankEnvelope]:
-        """As `Inbox.take`."""
+        """As `GatherInbox.take`."""
         mailbox = Mailbox(self._meeting.store)
         return [mailbox.take(self._key(rank), RankEnvelope) for rank in ranks]
 
     def stand_in(self, rank: int, contribution: RankEnvelope, *, is_mine: bool) -> None:
-        """As `Inbox.stand_in`."""
+        """As `GatherInbox.stand_in`."""
         self._meeting.claim(self._key(rank), packed(contribution))
 
     def _key(self, rank: int) -> str:
@@ -89,7 +89,7 @@ class GroupInbox:
         self._instead: dict[int, RankEnvelope] = {}
 
     def put(self, rank: int, contribution: RankEnvelope) -> None:
-        """As `Inbox.put`."""
+        """As `GatherInbox.put`."""
         record = _record(rank, contribution)
         if len(record) > _MAX_RECORD_NBYTES:
             Mailbox(self._meeting.store).put(self._key_of(rank), contribution)
@@ -105,7 +105,7 @@ class GroupInbox:
         return set(self._records())
 
     def await_all(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
-        """As `Inbox.await_all`."""
+        """As `GatherInbox.await_all`."""
         start_s, max_pause_s = time.monotonic(), max(_MAX_PAUSE_S, self._num_groups / _MAX_LOOKS_PER_S)
         while True:
             arrived = self._records()
@@ -117,14 +117,14 @@ class GroupInbox:
             time.sleep(min(pause_s, timeout_s - waited_s))
 
     def take(self, ranks: Sequence[int]) -> list[RankEnvelope]:
-        """As `Inbox.take`. Removes the records of all ranks."""
+        """As `GatherInbox.take`. Removes the records of all ranks."""
         records = self._records()
         taken = [self._taken(rank, records) for rank in ranks]
         self._meeting.store.delete(self._key)
         return taken
 
     def stand_in(self, rank: int, contribution: RankEnvelope, *, is_mine: bool) -> None:
-        """As `Inbox.stand_in`."""
+        """As `GatherInbox.stand_in`."""
         if rank not in self._instead:
             self._instead[rank] = contribution
             if not is_mine:

@@ -31,9 +31,11 @@ _NAME: Final = re.compile(r"[0-9a-f]{16}")
 _OLD_NOTICE_S: Final = 60.0
 _OLD_BOARD_S: Final = 3600.0
 #: The pause between two looks is this part of the wait so far, within these limits.
-_PAUSE_SHARE: Final = 1 / 16
-_MIN_PAUSE_S: Final = 0.0005
+_PAUSE_SHARE: Final = 1 / 8
+_MIN_PAUSE_S: Final = 0.001
 _MAX_PAUSE_S: Final = 0.02
+#: Interval at which a waiting rank tries to get the lock, whose holder may have ended. It costs more than a look.
+_TRY_S: Final = 0.1
 #: Time after which a rank reads in the store itself: the process that reads for it may be stopped.
 _PATIENCE_S: Final = 30.0
 #: Stores take 0 as "no limit".
@@ -83,17 +85,20 @@ class NodeBoard:
         if self._folder is None:
             return fetch(timeout_s)
         notice = f"{self._folder}/{key.replace('/', '.')}"
-        start_s = time.monotonic()
+        start_s = now_s = tries_at_s = time.monotonic()
         while True:
+            lock = None
             try:
                 data = _posted(notice)
                 if data is not None:
                     return data
-                lock = self._locked(notice)
+                if now_s >= tries_at_s:
+                    lock, tries_at_s = self._locked(notice), now_s + _TRY_S
             except OSError as error:
                 _log.debug("this rank reads in the store itself: %s", error)
                 return fetch(max(timeout_s - (time.monotonic() - start_s), _LEAST_S))
-            waited_s = time.monotonic() - start_s
+            now_s = time.monotonic()
+            waited_s = now_s - start_s
             if lock is not None:
                 return self._fetched(notice, lock, fetch, max(timeout_s - waited_s, _LEAST_S))
             if waited_s >= min(timeout_s, _PATIENCE_S):

@@ -13,7 +13,7 @@ _MARK: Final = b"."
 _MAX_NOTED: Final = 16
 
 
-class _Noted(NamedTuple):
+class _NotedBroadcast(NamedTuple):
     key: str
     num_chunks: int
 
@@ -22,11 +22,11 @@ class UnreadBroadcasts:
     """The broadcasts that rank 0 of a group of ranks has noted. Safe for several threads."""
 
     def __init__(self) -> None:
-        self._noted: deque[_Noted] = deque(maxlen=_MAX_NOTED)
+        self._noted: deque[_NotedBroadcast] = deque(maxlen=_MAX_NOTED)
 
     def note(self, key: str, num_chunks: int) -> None:
         """Note a broadcast of `num_chunks` chunks under `key`."""
-        self._noted.append(_Noted(key, num_chunks))
+        self._noted.append(_NotedBroadcast(key, num_chunks))
 
     def has(self, key: str) -> bool:
         """Whether the broadcast `key` is noted."""

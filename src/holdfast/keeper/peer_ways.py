@@ -11,11 +11,12 @@ from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
-from holdfast.peers.transport import PeerConnection, PeerTransport
+from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
-#: Limits for a peer to answer where nothing says otherwise: to a connection, and to a request.
-_CONNECT_S: Final = 10.0
+#: Limit for a peer to answer, where nothing says otherwise.
 ANSWER_S: Final = 30.0
+#: Limit for a connection to a peer.
+CONNECT_S: Final = 10.0
 #: Time after which a connection that nobody uses is closed. (The peer closes it after a minute.)
 _IDLE_S: Final = 20.0
 
@@ -23,13 +24,14 @@ _log = logging.getLogger(__name__)
 
 
 class Way(NamedTuple):
-    """The way to the peer at `address`."""
+    """The way to the peer at `address`, and the pace at which slots go there."""
 
     transport: PeerTransport
     address: str
     secret: bytes
+    pace: PutPace | None = None
 
-    def connect(self, timeout_s: float = _CONNECT_S) -> PeerConnection:
+    def connect(self, timeout_s: float = CONNECT_S) -> PeerConnection:
         """Connect to the peer."""
         return self.transport.connect(self.address, secret=self.secret, timeout_s=timeout_s)
 

@@ -31,12 +31,13 @@ from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
+from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
-from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
+from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids, unmark_protected
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
@@ -85,6 +86,9 @@ _RANGE_NBYTES: Final = 16 << 20
 #: Limits for a peer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB), and to receive a range.
 _MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
 _RANGE_S: Final = 600.0
+#: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
+_PATIENCE_S: Final = 20.0
+_PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
 #: Interval at which a keeper says again that its copies are kept, until the generation is marked.
 _SAY_AGAIN_S: Final = 1.0
 #: Interval at which a peer is asked again whether its rows of parity are complete.
@@ -105,6 +109,13 @@ class _Sending(NamedTuple):
     contents: Contents
     target: int
     sent: Future[bool]
+    begun_s: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes so long that saves should not wait for it."""
+        nbytes = sum(slot.nbytes for slot in self.slots)
+        return time.monotonic() - self.begun_s > _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES
 
 
 @dataclass
@@ -142,6 +153,10 @@ class _PeerSession:
     lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    paces: LinkPaces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.paces = LinkPaces(self.table.pacing)
 
     def state(self, peer: int) -> _PeerState:
         """The state of the way to a peer."""
@@ -207,6 +222,8 @@ class Protection:
             session = None
         elif session is None or session.table != table:
             session = _PeerSession(secret, table)
+            if table.parity is None:
+                self._forget_marks()
         if session is not self._session:
             self._session = session
             self.rows.join(self._parity_peers(session))
@@ -233,8 +250,7 @@ class Protection:
         elif due:
             self._offer_parity(session, due)
         self._say(session, due)
-        trouble = next((each.trouble for each in session.peers.values() if each.trouble), self.rows.trouble)
-        self._tell(trouble)
+        self._tell(self._trouble(session))
         return bool(self._sending)
 
     @property
@@ -256,6 +272,8 @@ class Protection:
         """End all connections, and wait for the threads that send."""
         if self._listener is not None:
             self._listener.close()
+        if self._session is not None:
+            self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
         self._sums.close()
 
@@ -300,6 +318,12 @@ class Protection:
         if session is None or session.table.parity is None or self._transport is None:
             return None
         return ParityPeers(session.table, self._transport, session.secret.secret)
+
+    def _forget_marks(self) -> None:
+        """Forget what was protected by the nodes of an earlier job: some of these may be lost, and others are to get
+        copies. Peers that have a copy say so at once."""
+        for checkpoint_id in protected_ids(self._folder):
+            unmark_protected(self._folder, checkpoint_id)
 
     def _listen(self, secret: PeerSecret | None) -> None:
         """Listen for peers that know `secret`: where the keeper before this one did, if it can. With None, end that."""
@@ -357,8 +381,11 @@ class Protection:
             return
         if self._transport is None or time.monotonic() < state.retry_at:
             return
-        way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
-        self._sending[name, target] = _Sending(session, slots, contents, target, self._senders.submit(send, way))
+        address = session.table.nodes[target].address
+        way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
+        self._sending[name, target] = _Sending(
+            session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
+        )
 
     def _end_sends(self) -> None:
         for key, sending in list(self._sending.items()):
@@ -375,6 +402,14 @@ class Protection:
             elif sending.slots[0].refresh().contents == contents:  # else a trainer has filled it anew meanwhile
                 address = session.table.nodes[sending.target].address
                 state.fail(f"step {contents.step} is not protected by {address}: {error}")
+
+    def _trouble(self, session: _PeerSession) -> str:
+        """The reason why saves should not wait for protection now; "" where there is none."""
+        for sending in self._sending.values():
+            if sending.session is session and sending.is_slow:
+                address = session.table.nodes[sending.target].address
+                return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
+        return next((each.trouble for each in session.peers.values() if each.trouble), self.rows.trouble)
 
     def _say(self, session: _PeerSession, due: Iterable[Slot]) -> None:
         """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
@@ -479,7 +514,8 @@ def _send_ranges(
         while (following_range := following()) is not None:
             start, stop = following_range
             put = PutRange(token, start, stop - start)
-            require(stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S), Noted, way)
+            region = Region(fd, offset + start, stop - start)
+            require(stream.put(put, region, timeout_s=_RANGE_S, pace=way.pace), Noted, way)
 
     def send_by_another() -> None:
         with way.connect() as stream:

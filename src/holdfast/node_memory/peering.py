@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Annotated, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 import xxhash
@@ -24,6 +24,12 @@ _TABLE_NAME: Final = "peers.table"
 _TROUBLE_NAME: Final = "peers.trouble"
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
+
+#: How keepers keep out of the way of training: they learn whether it uses the network; they suppose that it does; or
+#: they do not care.
+PaceMode: TypeAlias = Literal["auto", "idle", "none"]
+#: The least limit of the bytes that a node sends: peers end a transfer that is much slower.
+MIN_PROTECT_BYTES_PER_S: Final = 1_000_000
 
 
 class PeerSecret(msgspec.Struct, frozen=True, array_like=True):
@@ -58,16 +64,24 @@ class ParityTable(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[tuple[int, ...], ...]
 
 
+class PacingRules(msgspec.Struct, frozen=True, array_like=True):
+    """The pace at which keepers send copies, and the most bytes that each node sends in a second."""
+
+    mode: PaceMode = "auto"
+    bytes_per_s: Annotated[float, msgspec.Meta(ge=MIN_PROTECT_BYTES_PER_S)] | None = None
+
+
 class PeerTable(msgspec.Struct, frozen=True, array_like=True):
     """The nodes of a job, of which this one is number `own`. For each there are the numbers of the nodes to which it
-    sends copies of its slots; or `parity` says which nodes keep parity for each other. `secret_digest` is that of the
-    job's secret."""
+    sends copies of its slots; or `parity` says which nodes keep parity for each other. They send at the pace of
+    `pacing`. `secret_digest` is that of the job's secret."""
 
     secret_digest: bytes
     own: int
     nodes: tuple[PeerNode, ...]
     targets: tuple[tuple[int, ...], ...]
     parity: ParityTable | None = None
+    pacing: PacingRules = PacingRules()
 
     @property
     def is_sound(self) -> bool:

@@ -27,7 +27,7 @@ from holdfast.peers.peer_messages import (
     encode_message,
 )
 from holdfast.peers.tcp_listener import DEFAULT_LIMITS, PeerLimits, TcpListener
-from holdfast.peers.transport import PeerService, Region
+from holdfast.peers.transport import PeerService, PutPace, Region
 from holdfast.peers.wire import Deadline, Wire, within
 from holdfast.store.base import Bytes
 
@@ -80,7 +80,7 @@ class TcpConnection:
         with self._exchange(request, timeout_s) as deadline:
             return self._reply(deadline)
 
-    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float) -> PeerReply:
+    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float, pace: PutPace | None = None) -> PeerReply:
         """Send a request and its bytes, and wait for the reply."""
         _require_size(data.nbytes, request.nbytes)
         with self._exchange(request, timeout_s) as deadline:
@@ -88,9 +88,9 @@ class TcpConnection:
             if not isinstance(reply, Noted):
                 return reply
             if isinstance(data, Region):
-                self._wire.send_region(data, deadline)
+                self._wire.send_region(data, deadline, pace)
             else:
-                self._wire.send_bytes(data, deadline)
+                self._wire.send_bytes(data, deadline, pace)
             return self._reply(deadline)
 
     def get(self, request: Get, out: Bytes, *, timeout_s: float) -> PeerReply:

@@ -8,10 +8,11 @@ A keeper that sends uses `PeerConnection`; one that receives is a `PeerService`,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from holdfast.peers.peer_messages import Get, PeerReply, PeerRequest, Put
 from holdfast.store.base import Bytes
@@ -24,6 +25,32 @@ class Region:
     fd: int
     offset: int
     nbytes: int
+
+
+class Piece(NamedTuple):
+    """The next `nbytes` of a put. With `left`, they must have arrived at the peer's system when the turn ends, except
+    for `tail_nbytes` of them. It is called with the bytes that have not, and returns the time after which to look again
+    in seconds."""
+
+    nbytes: int
+    left: Callable[[int], float] | None = None
+
+
+def tail_nbytes(nbytes: int) -> int:
+    """The rest of a piece that may be on the way at the end of its turn: so the link does not run dry, and the last
+    packets may be acknowledged late."""
+    return max(nbytes // 4, 16 << 10)
+
+
+class PutPace(Protocol):
+    """Says when the bytes of puts are sent, piece by piece. Several connections share it, each with its thread."""
+
+    def turn(self, nbytes: int, end_s: float) -> AbstractContextManager[Piece]:
+        """Wait for the turn to send some of the `nbytes` that are left. They are sent inside the ``with`` block.
+
+        Raises:
+            TimeoutError: the turn has not come at the time `end_s` of the monotonic clock.
+        """
 
 
 class PutSink(Protocol):
@@ -83,9 +110,9 @@ class PeerConnection(Protocol):
     def ask(self, request: PeerRequest, *, timeout_s: float) -> PeerReply:
         """Send a request without bytes, and wait for its reply."""
 
-    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float) -> PeerReply:
+    def put(self, request: Put, data: Region | Bytes, *, timeout_s: float, pace: PutPace | None = None) -> PeerReply:
         """Send a request and its bytes, exactly as many as it names, and wait for the reply. No byte is sent where the
-        peer refuses the request."""
+        peer refuses the request. `pace` says when they are sent; None: at once."""
 
     def get(self, request: Get, out: Bytes, *, timeout_s: float) -> PeerReply:
         """Fill `out`, which has exactly as many bytes as `request` asks for. Returns `Sent` when it is full. Nothing is

@@ -7,10 +7,12 @@ digests of the files protect them.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import socket
 import struct
+import termios
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +25,7 @@ from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.peers.peer_errors import not_understood
 from holdfast.peers.peer_messages import MAX_NBYTES
-from holdfast.peers.transport import Region
+from holdfast.peers.transport import Piece, PutPace, Region, tail_nbytes
 from holdfast.store.base import Bytes
 
 #: Size and digest of a message.
@@ -112,31 +114,27 @@ class Wire:
             raise not_understood("a message that does not match its digest")
         return message
 
-    def send_bytes(self, data: Bytes, deadline: Deadline) -> None:
+    def send_bytes(self, data: Bytes, deadline: Deadline, pace: PutPace | None = None) -> None:
         """Send all of `data`."""
         view = data.data
-        for start in range(0, len(view), BLOCK_NBYTES):
-            self._push(view[start : start + BLOCK_NBYTES], deadline())
 
-    def send_region(self, region: Region, deadline: Deadline) -> None:
+        def send(start: int, stop: int) -> None:
+            for begin in range(start, stop, BLOCK_NBYTES):
+                self._push(view[begin : min(begin + BLOCK_NBYTES, stop)], deadline())
+
+        self._send_pieces(send, len(view), deadline, pace)
+
+    def send_region(self, region: Region, deadline: Deadline, pace: PutPace | None = None) -> None:
         """Send bytes of a file.
 
         Raises:
             CorruptError: the file is too short.
         """
-        fd, start, stop = self._socket.fileno(), region.offset, region.offset + region.nbytes
-        end_s, next_block = deadline(), start + BLOCK_NBYTES
-        while start < stop:
-            self._limit_sendfile(end_s)
-            try:
-                sent = os.sendfile(fd, region.fd, start, min(stop - start, _SENT_NBYTES))
-            except BlockingIOError:  # the other end took nothing for a while
-                continue
-            if not sent:
-                raise _too_short(region)
-            start += sent
-            if start >= next_block:
-                end_s, next_block = deadline(), start + BLOCK_NBYTES
+
+        def send(start: int, stop: int) -> None:
+            self._send_file(region, region.offset + start, region.offset + stop, deadline)
+
+        self._send_pieces(send, region.nbytes, deadline, pace)
 
     def receive_bytes(self, out: Bytes, deadline: Deadline, received: Callable[[int], None] = lambda _: None) -> None:
         """Fill `out`. Calls `received` with the number of bytes that have arrived, after each block and at the end."""
@@ -167,6 +165,50 @@ class Wire:
         microseconds = max(int(1e6 * min(left_s, _STALL_S)), 1)  # zero would be no limit
         limit = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _send_pieces(
+        self, send: Callable[[int, int], None], nbytes: int, deadline: Deadline, pace: PutPace | None
+    ) -> None:
+        """Send the bytes from 0 to `nbytes` by calls of `send`, as `pace` allows."""
+        if pace is None:
+            send(0, nbytes)
+            return
+        start = 0
+        while start < nbytes:
+            with pace.turn(nbytes - start, deadline()) as piece:
+                send(start, start + piece.nbytes)
+                self._await_arrival(piece, deadline())
+            start += piece.nbytes
+
+    def _send_file(self, region: Region, start: int, stop: int, deadline: Deadline) -> None:
+        fd, end_s, next_block = self._socket.fileno(), deadline(), start + BLOCK_NBYTES
+        while start < stop:
+            self._limit_sendfile(end_s)
+            try:
+                sent = os.sendfile(fd, region.fd, start, min(stop - start, _SENT_NBYTES))
+            except BlockingIOError:  # the other end took nothing for a while
+                continue
+            if not sent:
+                raise _too_short(region)
+            start += sent
+            if start >= next_block:
+                end_s, next_block = deadline(), start + BLOCK_NBYTES
+
+    def _await_arrival(self, piece: Piece, end_s: float) -> None:
+        """Wait until the other end's system has acknowledged `piece`, except for its tail; or has sent something or
+        closed the connection, which the caller will find."""
+        if piece.left is None:
+            return
+        tail = tail_nbytes(piece.nbytes)
+        while (left := self._unacknowledged_nbytes()) > tail and not self._readable.poll(0):
+            if time.monotonic() > end_s:
+                raise TimeoutError("the deadline is over")
+            time.sleep(piece.left(left))
+
+    def _unacknowledged_nbytes(self) -> int:
+        count: int
+        (count,) = struct.unpack("@i", fcntl.ioctl(self._socket, termios.TIOCOUTQ, bytes(4)))
+        return count
 
     def _push(self, data: memoryview, end_s: float) -> None:
         while data:

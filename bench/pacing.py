@@ -1,0 +1,186 @@
+"""``python -m bench pacing``: a loop that computes and all-reduces over slow links, beside copies of its snapshots.
+
+Emulated nodes with a rank each stand for a cluster. To compute is to sleep, and links are so slow that processors have
+little to do: what is left is the contention for the network, which copies share with the loop.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+import holdfast
+from bench.benchmark import Bar, Benchmark, Options
+from bench.costs import scratch
+from bench.markdown import about, table, text
+from bench.runner import measured
+from bench.schema import OURS, WARM_UP, BenchError, Contender, Part, Result, Sample, StateSize, paired_ratios, rotated
+from tests.support.nodes import MEMORY, Network, missing
+
+#: A step sleeps, then all-reduces: on two nodes, each sends as many bytes as the tensor has.
+COMPUTE_S, REDUCED_NBYTES = 0.12, 1_250_000
+NODES: Final = {"2 nodes": 2}
+MBIT: Final = 200.0
+EVERY_STEPS, NUM_STEPS, ROUNDS = 10, 40, 7
+#: The share of the idle time of a link that copies need.
+NEEDED_SHARE: Final = 0.6
+MAX_SLOWDOWN: Final = 1.03
+NO_COPIES, UNPACED = "no copies", "unpaced copies"
+TURNS: Final = (NO_COPIES, OURS, UNPACED)
+_END_S: Final = 1200.0
+
+
+class PacedJob(msgspec.Struct, frozen=True):
+    """What the ranks of all nodes do: so many rounds, in each of which every contender takes `num_steps`."""
+
+    folder: str
+    address: str
+    port: int
+    world: int
+    rounds: int
+    num_steps: int
+
+    @property
+    def state_nbytes(self) -> int:
+        """The bytes of a snapshot of one rank, of which its link carries `NEEDED_SHARE` in the idle time between two
+        saves."""
+        return int(NEEDED_SHARE * EVERY_STEPS * COMPUTE_S * MBIT * 1e6 / 8)
+
+
+def measure_loop(name: str, options: Options) -> Part:
+    """Run the loop on all nodes; the slowest rank's time counts."""
+    reason = missing()
+    if reason is not None:
+        raise BenchError(f"The links of nodes cannot be emulated: {reason}.")
+    world = NODES[name]
+    scenario = options.scenario(name, world=world, rounds=ROUNDS)
+    with scratch(options.folder) as folder, Network(folder / "network") as network:
+        nodes = network.start(world, mbit=MBIT)
+        num_steps = EVERY_STEPS * options.number(NUM_STEPS // EVERY_STEPS)
+        job = PacedJob(str(folder), nodes[0].address, _free_port(), world, scenario.rounds, num_steps)
+        ranks = [node.start(run_loops, job, node.number, err=folder / f"{node.name}.out") for node in nodes]
+        for rank in ranks:
+            if rank.wait(_END_S) != 0:
+                raise BenchError(f"A rank failed: {rank.err}")
+        samples = msgspec.json.decode((folder / "samples").read_bytes(), type=list[Sample])
+    facts = {
+        "mbit": MBIT,
+        "compute_s": COMPUTE_S,
+        "num_steps": num_steps,
+        "every_steps": EVERY_STEPS,
+        "needed_share": NEEDED_SHARE,
+    }
+    scenario = msgspec.structs.replace(scenario, state=StateSize(world * job.state_nbytes, world), facts=facts)
+    return measured(scenario, samples, options, contenders=tuple(map(Contender, TURNS)))
+
+
+def run_loops(job: PacedJob, rank: int) -> None:
+    """Take all turns as `rank`; the first one writes the samples."""
+    about = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in about.items()}, MASTER_ADDR=job.address)
+    torch.set_num_threads(1)
+    store = dist.TCPStore(job.address, job.port, job.world, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+    loops = {name: _Loop(job, name) for name in TURNS}
+    samples = []
+    for number in range(WARM_UP, job.rounds + 1):
+        for turn, name in enumerate(rotated(TURNS, number)):
+            found = loops[name].take()
+            every: list[dict[str, float]] = [found] * job.world
+            dist.all_gather_object(every, found)
+            values = {key: tuple(each[key] for each in every) for key in found}
+            samples.append(Sample(name, number, values, turn=turn))
+    for loop in loops.values():
+        loop.checkpointer.close()
+    if rank == 0:
+        Path(job.folder, "samples").write_bytes(msgspec.json.encode(samples))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class _Loop:
+    """The loop of one rank, with a contender's copies or none."""
+
+    def __init__(self, job: PacedJob, name: str) -> None:
+        self._job = job
+        self._is_protected = name != NO_COPIES
+        memory = holdfast.Memory(
+            node_dir=MEMORY,
+            protect=holdfast.Copies(1) if self._is_protected else None,
+            require_protection=self._is_protected,
+            protect_pace="none" if name == UNPACED else "auto",
+        )
+        state = {f"rank {dist.get_rank()}": torch.zeros(job.state_nbytes, dtype=torch.uint8)}
+        self.checkpointer = holdfast.Checkpointer(Path(job.folder, name), state, memory=memory)
+        self._reduced = torch.zeros(REDUCED_NBYTES // 4)
+        self._step = 0
+
+    def take(self) -> dict[str, float]:
+        """Seconds of a step, saves included; of a save until its copies were kept, and the share of such saves."""
+        dist.barrier()
+        handles = []
+        start_s = time.monotonic()
+        for number in range(self._job.num_steps):
+            time.sleep(COMPUTE_S)
+            dist.all_reduce(self._reduced)
+            if number % EVERY_STEPS == 0:
+                handles.append((time.monotonic(), self.checkpointer.save(self._step, memory_only=True)))
+            self._step += 1
+        seconds = (time.monotonic() - start_s) / self._job.num_steps
+        found = {"seconds": seconds}
+        if self._is_protected:
+            handles[-1][1].protected.wait(60.0)
+            found["protected_s"] = time.monotonic() - handles[-1][0]
+            found["protected"] = sum(handle.protected.is_done for _, handle in handles) / len(handles)
+        else:
+            handles[-1][1].staged.wait(60.0)
+        return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def slowdowns(part: Part, name: str) -> list[float]:
+    """Seconds of a step / those without copies, paired by round."""
+    return paired_ratios(part.series(name), part.series(NO_COPIES))
+
+
+def bars(part: Part) -> Iterator[Bar]:
+    figure = median(slowdowns(part, OURS))
+    yield Bar(f"a step beside copies, {part.scenario.name}, of one without", figure, MAX_SLOWDOWN, form=".3f")
+
+
+def tables(result: Result) -> Iterator[str]:
+    yield table(
+        "nodes",
+        {f"{part.scenario.name}, {name}": (part, name) for part in result.parts for name in TURNS},
+        ("a step, ms", lambda row: f"{1e3 * row[0].median(row[1]):.1f}"),
+        ("of one without copies", lambda row: text(slowdowns(*row))),
+        ("a save until protected, s", lambda row: _median(*row, "protected_s")),
+        ("protected saves", lambda row: _median(*row, "protected")),
+    )
+    yield about(result.parts[0])
+
+
+def _median(part: Part, name: str, key: str) -> str:
+    series = part.series(name, key)
+    return f"{median(series):.2f}" if series else "-"
+
+
+def _measure_two(options: Options) -> Part:
+    return measure_loop("2 nodes", options)
+
+
+PACING = Benchmark("pacing", {"2 nodes": _measure_two}, tables, bars)
