@@ -138,6 +138,7 @@ def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
     assert found == FROM_PEERS * 3
 
 
+@pytest.mark.slow
 def test_a_replacement_node_gets_what_was_lost_and_damage_in_a_survivor_is_rebuilt_too(
     tmp_path: Path, nodes: list[Path]
 ) -> None:
