@@ -437,8 +437,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # restore reads bad copy
         "checkpointer/test_local_disk.py::test_a_file_that_is_damaged_in_memory_is_read_from_the_disk",
         "checkpointer/choosing.py",
-        "if is_nearer and not is_bad(self._bad, checkpoint_id, name, each.tier, node):",
-        "if is_nearer:",
+        "if is_nearer and not is_lost and not is_bad(self._bad, checkpoint_id, name, each.tier, node):",
+        "if is_nearer and not is_lost:",
     ),
     Mutation(  # keeper trusts disk
         "keeper/test_earlier_boots.py::test_what_was_hashed_and_did_not_reach_the_disk_is_given_up",

@@ -431,19 +431,19 @@ class Survey:
 
     def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
         """The slots to rebuild from parity, so that no file of a checkpoint is missing; none if that cannot be done."""
+        own: dict[str, dict[int, str]] = {}
+        for number, holders in enumerate(files):
+            for node, copy in holders.items():
+                if copy.tier is NodeTier.NODE_MEMORY:
+                    own.setdefault(node, {})[number] = copy.seal.digest
         shares: dict[str, NodeShare] = {}
         for rank, inventory in enumerate(self._inventories):
             node = inventory.node
             if FailedNode(checkpoint_id, node) in self._failed:
                 continue
-            own = {
-                number: holders[node].seal.digest
-                for number, holders in enumerate(files)
-                if node in holders and holders[node].tier is NodeTier.NODE_MEMORY
-            }
             rows = [each.record for each in inventory.rows if each.checkpoint_id == checkpoint_id]
             ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
-            shares[node] = NodeShare(ranks, own, rows)
+            shares[node] = NodeShare(ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
         return plan_rebuild(missing, shares) or ()
 
