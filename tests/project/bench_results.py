@@ -211,6 +211,17 @@ def lost_nodes_result(*, choose_s: float = 0.5) -> Result:
     return Result("lost-nodes", (part("2,048 nodes", taken, world=1, facts=facts),))
 
 
+def pacing_result(*, ours_s: float = 0.171) -> Result:
+    """A loop whose steps take 0.17 s without copies, and `ours_s` beside copies that are paced."""
+    saves = {"protected_s": (1.5, 1.4), "protected": (1.0, 1.0)}
+    taken = [
+        Sample("no copies", 1, {"seconds": (0.17, 0.17), "wall_s": (0.18, 0.18)}),
+        Sample("holdfast", 1, {"seconds": (ours_s, ours_s), "wall_s": (0.18, 0.18), **saves}),
+        Sample("unpaced copies", 1, {"seconds": (0.204, 0.2), "wall_s": (0.21, 0.2), **saves}),
+    ]
+    return Result("pacing", (part("2 nodes", taken),))
+
+
 def data_result() -> Result:
     taken = [Sample("holdfast", 1, {"seconds": (0.05,)})]
     parts = (part(name, taken, facts={"num_samples": 256_000}) for name in ("global", "mixed", "stream"))

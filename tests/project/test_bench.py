@@ -29,6 +29,7 @@ from bench.front import render_chart, render_front
 from bench.lost_nodes import LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
+from bench.pacing import PACING
 from bench.parity import PARITY
 from bench.plan import PLAN
 from bench.prune import PRUNE
@@ -53,6 +54,7 @@ from tests.project.bench_results import (
     lost_nodes_result,
     nodes_result,
     objects_result,
+    pacing_result,
     parity_result,
     part,
     peers_result,
@@ -88,6 +90,7 @@ FOUND = {
         nodes_result(),
         lost_nodes_result(),
         peers_result(),
+        pacing_result(),
     )
 }
 
@@ -121,6 +124,14 @@ def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_wha
         "restore of a lost node, 4 nodes, 2 Gbit/s, of a plain copy": True,
         "bytes moved / bytes lost, 8 nodes": False,
     }
+
+
+def test_copies_beside_training_may_make_a_step_3_percent_longer() -> None:
+    assert all(bar.met for bar in PACING.judged(pacing_result()).values())
+    ((what, slow),) = PACING.judged(pacing_result(ours_s=0.176)).items()
+    assert what == "a step beside copies, 2 nodes, of one without"
+    assert slow.text() == "1.035 (at most 1.03): missed"
+    assert "| 2 nodes, unpaced copies | 204.0 | 1.20 | 210.0 | 1.50 | 1.00 |" in PACING.render(pacing_result())
 
 
 def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -> None:

@@ -37,8 +37,7 @@ class Piece(NamedTuple):
 
 
 def tail_nbytes(nbytes: int) -> int:
-    """The rest of a piece that may be on the way at the end of its turn: so the link does not run dry, and the last
-    packets may be acknowledged late."""
+    """The rest of a piece that may be on the way at the end of its turn, so that the link does not run dry."""
     return max(nbytes // 4, 16 << 10)
 
 

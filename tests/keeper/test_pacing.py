@@ -1,0 +1,217 @@
+"""The pace of a link: whose turn it is, what counters say, and what is sent in the end."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from holdfast import Copies, Memory
+from holdfast.keeper import pacing, piece_pacer
+from holdfast.keeper.link_counters import LOOPBACK, chosen_route, interface_to, sent_nbytes
+from holdfast.keeper.pacing import LinkPace, LinkPaces
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.peering import PacingRules, PeerNode, PeerTable, note_table, noted_table
+from holdfast.peers.peer_messages import Noted, PutRange
+from holdfast.peers.transport import PutPace
+from tests.peers.stub_keeper import MIB, StubKeeper, connect, listening
+from tests.support.namespaces import INTERFACE
+from tests.support.nodes import Network
+
+ROUTES = """\
+Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0
+ib0\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+eth1\t00004D0A\t00000000\t0001\t0\t0\t5\t00FFFFFF\t0\t0\t0
+none\t07004D0A\t00000000\t0201\t0\t0\t0\tFFFFFFFF\t0\t0\t0
+"""
+
+
+class Training:
+    """Sends so many bytes per second through an interface that only it uses."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self._bytes_per_s, self._since_s, self._sent = bytes_per_s, time.monotonic(), 0.0
+
+    def send(self, bytes_per_s: float) -> None:
+        self._sent = self.count("")
+        self._bytes_per_s, self._since_s = bytes_per_s, time.monotonic()
+
+    def count(self, interface: str) -> int:
+        return int(self._sent + self._bytes_per_s * (time.monotonic() - self._since_s))
+
+
+def idle_pace(training: Training, *, mode: str = "idle") -> LinkPace:
+    rules = msgspec.convert((mode, None), PacingRules)
+    return LinkPace("eth7", rules, is_idle_paced=True, count=training.count)
+
+
+def in_s(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def take(pace: PutPace, *, timeout_s: float = 10.0) -> int:
+    with pace.turn(1 << 30, in_s(timeout_s)) as piece:
+        return piece.nbytes
+
+
+def put(pace: PutPace | None, nbytes: int) -> bool:
+    """Whether bytes arrive as they were sent."""
+    keeper = StubKeeper(nbytes)
+    data = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+    with listening(keeper) as listener, connect(listener.address) as connection:
+        assert connection.put(PutRange(1, 0, nbytes), data, timeout_s=30, pace=pace) == Noted()
+    return bool(np.array_equal(keeper.copies[1], data))
+
+
+def test_bytes_arrive_as_they_were_sent_whatever_the_pace() -> None:
+    assert put(idle_pace(Training()), 5 * MIB + 7)
+    assert put(idle_pace(Training(), mode="auto"), 5 * MIB + 7)
+    assert put(None, 5 * MIB + 7)
+
+
+def test_a_limit_holds_on_any_interface() -> None:
+    pace = LinkPaces(PacingRules("auto", 20e6)).to("127.0.0.1:1")
+    start_s = time.monotonic()
+    assert put(pace, 10 * MIB)
+    assert time.monotonic() - start_s >= 0.45
+
+
+def test_nothing_is_held_back_within_a_node_or_where_the_user_wants_no_pace() -> None:
+    assert LinkPaces(PacingRules()).to("127.0.0.1:1") is None
+    assert LinkPaces(PacingRules("none")).to("127.0.0.1:1") is None
+
+
+def test_no_piece_is_sent_while_training_sends_and_one_soon_after() -> None:
+    training = Training(1e9)
+    pace = idle_pace(training)
+    with pytest.raises(TimeoutError):
+        take(pace, timeout_s=0.2)
+    training.send(0.0)
+    start_s = time.monotonic()
+    assert take(pace) == piece_pacer.MIN_PIECE_NBYTES
+    assert time.monotonic() - start_s < 2.0
+
+
+def test_training_without_idle_time_does_not_starve_copies_and_the_log_tells_it_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(piece_pacer, "GRACE_S", 0.2)
+    pace = idle_pace(Training(1e9))
+    with caplog.at_level(logging.WARNING):
+        assert take(pace)
+        assert take(pace)
+    (record,) = caplog.records
+    assert "eth7 too little idle time for copies" in record.message
+
+
+def test_turns_come_in_the_order_of_the_threads() -> None:
+    pace, order = idle_pace(Training()), list[int]()
+    threads = []
+
+    def wait_for_turn(number: int) -> None:
+        with pace.turn(1, in_s(20)):
+            order.append(number)
+
+    with pace.turn(1, in_s(20)):
+        for number in range(4):
+            threads.append(threading.Thread(target=wait_for_turn, args=(number,)))
+            threads[-1].start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_a_thread_whose_time_is_over_leaves_the_line() -> None:
+    pace = idle_pace(Training())
+    with pace.turn(1, in_s(20)), pytest.raises(TimeoutError):
+        take(pace, timeout_s=0.05)
+    assert take(pace)
+
+
+def test_with_auto_nothing_is_held_back_once_training_did_not_use_the_link_between_two_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pacing, "_MIN_REST_S", 0.15)
+    training = Training()
+    pace, paced = idle_pace(training, mode="auto"), idle_pace(training)
+    for each in (pace, paced):
+        assert take(each) < 1 << 30
+    time.sleep(0.2)
+    assert take(pace) == 1 << 30
+    assert take(paced) < 1 << 30
+    pace._open_until_s = 0.0
+    training.send(1e9)
+    time.sleep(0.2)
+    training.send(0.0)
+    assert take(pace) < 1 << 30
+
+
+def test_when_the_keeper_ends_nothing_is_held_back() -> None:
+    pace = idle_pace(Training(1e9))
+    threading.Timer(0.1, pace.release).start()
+    assert take(pace) == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("10.77.0.9", "ib0"), ("10.77.0.7", "ib0"), ("8.8.8.8", "eth0")],
+)
+def test_the_route_with_the_longest_prefix_and_the_least_metric_leads_to_a_peer(address: str, interface: str) -> None:
+    if sys.byteorder == "little":
+        assert chosen_route(ROUTES, address) == interface
+    assert chosen_route(ROUTES.splitlines()[0], address) is None
+
+
+def test_the_own_addresses_of_a_node_are_reached_by_loopback_whose_bytes_are_counted() -> None:
+    assert interface_to("127.0.0.1") == LOOPBACK
+    before = sent_nbytes(LOOPBACK)
+    assert put(None, MIB)
+    assert sent_nbytes(LOOPBACK) - before >= MIB
+
+
+def test_a_node_of_its_own_network_counts_what_its_own_interface_sends(network: Network, tmp_path: Path) -> None:
+    first, second = network.start(2)
+    script = f"""
+import socket
+from holdfast.keeper.link_counters import interface_to, sent_nbytes
+print(interface_to("{second.address}"), interface_to("{first.address}"))
+before = sent_nbytes("{INTERFACE}")
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for _ in range(10):
+        probe.sendto(bytes(1000), ("{second.address}", 9))
+print(10_000 <= sent_nbytes("{INTERFACE}") - before <= 20_000)
+"""
+    log = tmp_path / "log"
+    assert first.popen([sys.executable, "-c", script], log=log).wait(60) == 0, log.read_text()
+    assert log.read_text().split() == [INTERFACE, LOOPBACK, "True"]
+
+
+def test_the_pace_travels_to_keepers_in_the_table_of_peers(tmp_path: Path) -> None:
+    table = PeerTable(bytes(16), 0, (PeerNode("a", "h:1"), PeerNode("b", "h:2")), ((1,), (0,)))
+    with NodeFolder("file:///run", node_dir=tmp_path) as folder:
+        for rules in (PacingRules(), PacingRules("idle", 1e9), PacingRules("none")):
+            wanted = msgspec.structs.replace(table, pacing=rules)
+            note_table(folder, wanted)
+            assert noted_table(folder) == wanted
+
+
+def test_wrong_paces_are_refused_where_they_are_given() -> None:
+    with pytest.raises(ValueError, match="protect_pace is 'auto', 'idle' or 'none', not 'fast'"):
+        Memory(protect=Copies(1), protect_pace="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="protect_bytes_per_s must be positive"):
+        Memory(protect=Copies(1), protect_bytes_per_s=-1.0)
+    with pytest.raises(ValueError, match="must be at least 1,000,000"):
+        Memory(protect=Copies(1), protect_bytes_per_s=1000)
+    with pytest.raises(TypeError, match="a number of bytes"):
+        Memory(protect=Copies(1), protect_bytes_per_s="fast")  # type: ignore[arg-type]
+    rules = Memory(protect=Copies(1), protect_pace="idle", protect_bytes_per_s=5_000_000).protection
+    assert rules is not None
+    assert rules.pacing == PacingRules("idle", 5e6)
