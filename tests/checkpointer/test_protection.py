@@ -18,11 +18,10 @@ from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
 
 COPIES = Copies(1)
-
-
 TIERS = ["node memory", "peer memory"]
 FROM_PEERS = [("peer memory", 4, True, TIERS)]
 
@@ -137,3 +136,56 @@ def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
     finally:
         continue_keepers(nodes[damaged])
     assert found == FROM_PEERS * 3
+
+
+@pytest.mark.slow
+def test_a_replacement_node_gets_what_was_lost_and_damage_in_a_survivor_is_rebuilt_too(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2), Parity(2)) == [[True, True]] * 4
+    lose(run, nodes[1])
+    with folder_of(run, nodes[3]) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                contents = slot.record.contents
+                assert contents is not None
+                slot.data[contents.data_start] ^= 1
+    new_nodes = [nodes[0], nodes[4], nodes[2], nodes[3]]
+    assert run_ranks(4, restored_columns, run, new_nodes) == [("peer memory", 3, True, TIERS)] * 4
+    for node, num_copies in zip(new_nodes, (0, 2, 0, 0), strict=True):
+        with folder_of(run, node) as folder:
+            assert len(copy_names(folder)) == num_copies, node
+
+
+def save_and_lose(run: str, node_dirs: Sequence[Path], lost: int) -> bool:
+    """Save to memory alone, and lose a node before its keeper can write anything to the run."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()], protect=Parity(1))
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        state["w"].copy_(sharded(2, dim=0)["w"])  # type: ignore[attr-defined]
+        state["progress"]["step"] = 2  # type: ignore[index]
+        handle = checkpointer.save(2, memory_only=True)
+        handle.protected.wait(20)
+        dist.barrier()
+        if dist.get_rank() == lost:
+            lose(run, node_dirs[lost])
+        dist.barrier()
+    return handle.protected.is_done
+
+
+def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, nodes: list[Path]) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(4, save_protected, str(run), nodes[:4], (1,), Parity(1)) == [[True]] * 4
+    assert run_ranks(4, save_and_lose, str(run), nodes[:4], 2) == [True] * 4
+    num_committed = len(committed(run))
+    left = [nodes[0], nodes[1], nodes[3]]
+    expected = ("peer memory", 3, True, TIERS)
+    assert run_ranks(3, restored_columns, str(run), left) == [expected] * 3
+    until(lambda: len(committed(run)) == num_committed + 1)
+
+
+def committed(run: Path) -> list[Path]:
+    return list((run / "history").iterdir())

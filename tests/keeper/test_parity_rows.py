@@ -74,7 +74,10 @@ def assert_is_parity(row: Slot, snapshot: Snapshot) -> None:
     assert parity_in(row).tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize(("losses", "num_nodes"), [(1, 2), (1, 5), (2, 3), (2, 5)])
+@pytest.mark.parametrize(
+    ("losses", "num_nodes"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 5), pytest.param(2, 3, marks=pytest.mark.slow), (2, 5)],
+)
 def test_each_node_keeps_parity_bit_for_bit_and_all_hear_that_the_checkpoint_is_protected(
     made: Made, losses: int, num_nodes: int
 ) -> None:
@@ -169,6 +172,7 @@ def test_a_keeper_that_is_restarted_keeps_complete_rows_and_makes_others_anew(ma
     assert_is_parity(new, second)
 
 
+@pytest.mark.slow
 def test_a_mark_that_was_lost_comes_again_without_parity_being_made_again(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +186,7 @@ def test_a_mark_that_was_lost_comes_again_without_parity_being_made_again(
     nodes.protect(snapshot)
 
 
+@pytest.mark.slow
 def test_a_newer_generation_takes_the_rows_of_the_one_before_the_last(made: Made) -> None:
     nodes = made(2)
     snapshots = []

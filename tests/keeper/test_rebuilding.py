@@ -66,7 +66,7 @@ def assert_same(nodes: ParityNodes, snapshot: Snapshot, file: int, receiver: int
 
 @pytest.mark.parametrize(
     ("losses", "num_nodes"),
-    [(1, 2), (1, 5), (2, 3), pytest.param(2, 5, marks=pytest.mark.slow)],
+    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 5), (2, 3), pytest.param(2, 5, marks=pytest.mark.slow)],
 )
 def test_each_pattern_of_lost_nodes_is_rebuilt_bit_for_bit_at_survivors_and_at_a_new_node(
     tmp_path: Path, stack: ExitStack, losses: int, num_nodes: int
@@ -96,6 +96,22 @@ def test_what_was_really_lost_is_rebuilt_from_chains_of_several_pieces(
     assert rebuilt(nodes, snapshot, (0, 4), new, group) == [CopyKept()] * 3
     assert rebuilt(nodes, snapshot, (0, 4), 2, group) == [CopyKept()] * 3
     assert rebuilt(nodes, snapshot, (0, 4), 2, group) == [CopyKept()] * 3  # again: it has them
+
+
+def test_what_was_rebuilt_of_an_older_checkpoint_stays_until_a_newer_one_is_protected(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Copies of a rank that were older than the newest protected checkpoint were removed at the next look."""
+    nodes, first = protected(tmp_path, stack, 1, SIZES[:3])
+    nodes.protect(Snapshot(nodes, 2).stage(nodes))
+    group = nodes.group_of(first, 0)
+    assert rebuilt(nodes, first, (1,), 2, group) == [CopyKept()]
+    for _ in range(3):
+        nodes.look()
+    assert_same(nodes, first, 2, 2)
+    nodes.protect(Snapshot(nodes, 3).stage(nodes))
+    nodes.look()
+    assert copy_names(nodes.folders[2]) == []
 
 
 def test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without(

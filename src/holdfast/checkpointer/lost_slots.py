@@ -33,6 +33,7 @@ from holdfast.peers.tcp import TcpPeers
 from holdfast.phases import attempt
 from holdfast.store.base import Location
 from holdfast.store.urls import text_of
+from holdfast.wording import count
 
 #: Part of the time that is left which a keeper gets to rebuild a slot, so that the ranks can go on without it.
 _SHARE: Final = 0.6
@@ -90,7 +91,7 @@ def rebuild_lost(
     def mine() -> _RebuildReport:
         silent = tuple(identity for identity, address in known.addresses.items() if not address)
         if silent:
-            return _RebuildReport(silent, f"the keepers of {len(silent)} nodes do not listen")
+            return _RebuildReport(silent, f"{count(len(silent), 'keeper')} did not listen")
         way = Way(TcpPeers(own_host()), known.addresses[folder.identity()], rebuild.secret)
         work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses, deadline)
         reports = [

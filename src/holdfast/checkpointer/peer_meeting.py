@@ -154,7 +154,7 @@ def reached(folder: NodeFolder, secret: bytes) -> ReachedKeeper:
         return ReachedKeeper(folder.identity(), _await_address(folder, secret))
 
 
-class _Placed(NamedTuple):
+class _PlacedPolicy(NamedTuple):
     """For each node the nodes that keep its copies; or who keeps parity; and notes on wishes that are not fulfilled."""
 
     targets: tuple[tuple[int, ...], ...]
@@ -162,13 +162,13 @@ class _Placed(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _placed(nodes: Sequence[NodeCard], policy: Copies | Parity) -> _Placed:
+def _placed(nodes: Sequence[NodeCard], policy: Copies | Parity) -> _PlacedPolicy:
     if isinstance(policy, Copies):
         copies = place_copies(nodes, policy.n)
-        return _Placed(copies.holders, None, copies.notes)
+        return _PlacedPolicy(copies.holders, None, copies.notes)
     found = place_parity(nodes, policy)
     table = ParityTable(policy.losses, found.groups, tuple(node.ranks for node in nodes))
-    return _Placed(((),) * len(nodes), table, found.notes)
+    return _PlacedPolicy(((),) * len(nodes), table, found.notes)
 
 
 def merged(cards: Sequence[NodeCard]) -> list[NodeCard]:

@@ -79,7 +79,7 @@ class _Incoming:
         self.digests[block.part.file, block.number] = kind.of(self.slot.data[block.start : block.stop].data)
 
 
-class Filling(NamedTuple):
+class CopyFilling(NamedTuple):
     """A copy that this process fills by itself: its contents to be, and the region for its files."""
 
     contents: Contents
@@ -95,6 +95,9 @@ class PeerCopies:
         self._lock = Lock()
         self._copies: dict[str, Slot] = {}
         self._incoming: dict[int, _Incoming] = {}
+        #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
+        #: may need one that is older.
+        self._rebuilt: dict[str, Place | None] = {}
         #: The ranks for whose copies a thread is taking a slot.
         self._preparing: set[int] = set()
         self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
@@ -139,7 +142,7 @@ class PeerCopies:
         return _RangeSink(self, incoming, put)
 
     @contextmanager
-    def filling(self, token: int) -> Iterator[Filling]:
+    def filling(self, token: int) -> Iterator[CopyFilling]:
         """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
         it."""
         with self._lock:
@@ -148,7 +151,8 @@ class PeerCopies:
                 raise ValueError("no such copy is being received")
             incoming.num_active += 1
         try:
-            yield Filling(incoming.offer.contents, incoming.slot.data)
+            self._rebuilt[incoming.slot.name] = self._generations.newest_protected()
+            yield CopyFilling(incoming.offer.contents, incoming.slot.data)
         finally:
             self.end_transfer(incoming)
 
@@ -225,6 +229,7 @@ class PeerCopies:
             for name, slot in idle.items():
                 contents = slot.record.contents
                 is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
+                is_old = is_old and self._rebuilt.get(name) != newest
                 if slot.is_removed:
                     slot.close()
                     del self._copies[name]

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper.copies import Filling, PeerCopies
+from holdfast.keeper.copies import CopyFilling, PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.parity_rows import ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
@@ -55,7 +55,7 @@ _OUTSIDE: Final = ""
 _log = logging.getLogger(__name__)
 
 
-class _Piece(NamedTuple):
+class _SumPiece(NamedTuple):
     """The bytes from `begin` to `end` of a chain."""
 
     chain: RebuildChain
@@ -174,7 +174,7 @@ class Rebuilder:
         _log.error("a copy cannot be rebuilt: %s", trouble)
         return NodesFailed(tuple(sorted(failed)), trouble) if failed else Declined(trouble)
 
-    def _fill(self, piece: _Piece, request: RebuildCopy, filling: Filling) -> None:
+    def _fill(self, piece: _SumPiece, request: RebuildCopy, filling: CopyFilling) -> None:
         """Write a piece of a chain into the copy."""
         addresses = {node.identity: at for node, at in zip(request.group.nodes, request.addresses, strict=True)}
         hops = tuple(_hop(piece, hop, addresses[hop.node]) for hop in piece.chain.hops if hop.sum_nbytes > piece.begin)
@@ -215,7 +215,7 @@ class Rebuilder:
             return False
 
 
-def _pieces(request: RebuildCopy, filling: Filling) -> Iterator[_Piece]:
+def _pieces(request: RebuildCopy, filling: CopyFilling) -> Iterator[_SumPiece]:
     """The pieces of the chains that fill a copy. Raises `ValueError` where the group cannot give it."""
     nodes, num_nodes = request.group.nodes, len(request.group.nodes)
     numbers = {*request.lost, *(() if request.own is None else (request.own,))}
@@ -226,10 +226,10 @@ def _pieces(request: RebuildCopy, filling: Filling) -> Iterator[_Piece]:
     wanted = list(_wanted(striping, filling, receiver))
     for chain in rebuild_chains(striping, lost, wanted):
         for begin in range(0, chain.nbytes, PIECE_NBYTES):
-            yield _Piece(chain, begin, min(begin + PIECE_NBYTES, chain.nbytes))
+            yield _SumPiece(chain, begin, min(begin + PIECE_NBYTES, chain.nbytes))
 
 
-def _wanted(striping: Striping, filling: Filling, receiver: str) -> Iterator[LostRange]:
+def _wanted(striping: Striping, filling: CopyFilling, receiver: str) -> Iterator[LostRange]:
     """The files of a copy, as ranges of the lost node that had them."""
     owners = {file.file: line for line in striping.lines for file in line.files}
     for part in filling.contents.files:
@@ -241,7 +241,7 @@ def _wanted(striping: Striping, filling: Filling, receiver: str) -> Iterator[Los
         yield LostRange(line.node, FileRange(part.file, 0, part.nbytes), receiver)
 
 
-def _hop(piece: _Piece, hop: Hop, address: str) -> SumHop:
+def _hop(piece: _SumPiece, hop: Hop, address: str) -> SumHop:
     """A hop of a chain, for a piece of it."""
 
     def within(nbytes: int) -> int:
