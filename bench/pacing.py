@@ -128,8 +128,8 @@ class _Loop:
         self._step = 0
 
     def take(self) -> dict[str, float]:
-        """Seconds of a step; those that it really took on this machine, saves included; those of a save until its copies
-        were kept, and the share of such saves."""
+        """Seconds of a step; those that it really took on this machine, saves included; those of a save until its
+        copies were kept, and the share of such saves."""
         dist.barrier()
         handles, reducing = [], []
         start_s = time.monotonic()
