@@ -99,7 +99,7 @@ class LinkPace:
         limit = math.inf if rules.bytes_per_s is None else rules.bytes_per_s
         self._limit = RequestPace(interface or "", RateLimits(bytes_per_s=limit))
         self._may_open = rules.mode == "auto" and rules.bytes_per_s is None
-        self._line = _LinkPace()
+        self._line = _TimedLink()
         self._released = False
         #: Guards the number of pieces that are sent out of turn, while the link is open, and the end of the last piece.
         self._lock = Lock()
@@ -229,7 +229,7 @@ class LinkPace:
         return True
 
 
-class _LinkPace:
+class _TimedLink:
     """Threads that wait for their turns, in the order in which they came."""
 
     def __init__(self) -> None:
