@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from holdfast.checkpointer.peer_meeting import ProtectionRules
 from holdfast.control.torch_store import global_rank
@@ -45,7 +45,7 @@ class Memory:
     protect: Copies | Parity | None = None
     require_protection: bool = False
     domain: str | Path | None = None
-    protect_pace: PaceMode = "auto"
+    protect_pace: Literal["auto", "idle", "none"] = "auto"
     protect_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ _PAUSE_S: Final = 0.1
 _log = logging.getLogger(__name__)
 
 
-class _TrafficMark(NamedTuple):
+class _CountedBytes(NamedTuple):
     """The bytes that the interface had sent at a time."""
 
     at_s: float = -math.inf
@@ -99,16 +99,16 @@ class LinkPace:
         limit = math.inf if rules.bytes_per_s is None else rules.bytes_per_s
         self._limit = RequestPace(interface or "", RateLimits(bytes_per_s=limit))
         self._may_open = rules.mode == "auto" and rules.bytes_per_s is None
-        self._line = _TimedLink()
+        self._line = _WaitingLine()
         self._released = False
         #: Guards the number of pieces that are sent out of turn, while the link is open, and the end of the last piece.
         self._lock = Lock()
         self._num_open = 0
-        self._ended = _TrafficMark()
+        self._ended = _CountedBytes()
         self._open_until_s = -math.inf
         #: What follows belongs to the thread whose turn it is.
         self._pacer = PiecePacer(time.monotonic())
-        self._looked_at = _TrafficMark()
+        self._looked_at = _CountedBytes()
         self._ahead_nbytes = 0.0
         self._look_s = _LOOK_S
         self._is_told = False
@@ -197,8 +197,8 @@ class LinkPace:
         with self._lock:
             self._ended = self._looked_at
 
-    def _mark(self) -> _TrafficMark:
-        return _TrafficMark(time.monotonic(), 0 if self._watched is None else self._count(self._watched))
+    def _mark(self) -> _CountedBytes:
+        return _CountedBytes(time.monotonic(), 0 if self._watched is None else self._count(self._watched))
 
     def _look(self, own_nbytes: int) -> int:
         """Look at what the link has carried since the last look, of which `own_nbytes` were those of a piece. Returns
@@ -229,7 +229,7 @@ class LinkPace:
         return True
 
 
-class _TimedLink:
+class _WaitingLine:
     """Threads that wait for their turns, in the order in which they came."""
 
     def __init__(self) -> None:
