@@ -128,8 +128,8 @@ class _Loop:
         self._step = 0
 
     def take(self) -> dict[str, float]:
-        """Seconds of a step; those that it really took on this machine, saves included; those of a save until its copies
-        were kept, and the share of such saves."""
+        """Seconds of a step; those that it really took on this machine, saves included; those of a save until its
+        copies were kept, and the share of such saves."""
         dist.barrier()
         handles, reducing = [], []
         start_s = time.monotonic()
@@ -156,7 +156,7 @@ class _Loop:
         because the processors of this machine are shared."""
         every = [reducing] * self._job.world
         dist.all_gather_object(every, reducing)
-        return mean(min(step) for step in zip(*every, strict=True))
+        return float(mean(min(step) for step in zip(*every, strict=True)))
 
 
 def _free_port() -> int:

@@ -32,6 +32,8 @@ from holdfast.store.base import Bytes
 NUM_STREAMS = 4
 HOST, SECRET = "127.0.0.1", bytes(32)
 TIMEOUT_S = 600.0
+#: Bytes of a put, as keepers send them.
+RANGE_NBYTES = 16 << 20
 #: So many bytes are made at a time.
 _MADE_NBYTES = 1 << 26
 
@@ -97,10 +99,11 @@ def our_turn(fd: int, nbytes: int, address: str, pipe: Connection) -> None:
     connections = [TcpPeers(HOST).connect(address, secret=SECRET, timeout_s=10) for _ in range(NUM_STREAMS)]
 
     def put(number: int, part: range) -> None:
-        region = Region(fd, part.start, len(part))
-        reply = connections[number].put(PutRange(1, part.start, len(part)), region, timeout_s=TIMEOUT_S)
-        if not isinstance(reply, Noted):
-            raise BenchError(f"The receiver answered {reply}.")
+        for start in part[::RANGE_NBYTES]:
+            nbytes = min(RANGE_NBYTES, part.stop - start)
+            reply = connections[number].put(PutRange(1, start, nbytes), Region(fd, start, nbytes), timeout_s=TIMEOUT_S)
+            if not isinstance(reply, Noted):
+                raise BenchError(f"The receiver answered {reply}.")
 
     begin(pipe)
     side_by_side(put, nbytes)

@@ -276,10 +276,10 @@ def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
 
 
 def _request(points: _Points, untraced: Callable[..., PeerReply]) -> Callable[..., PeerReply]:
-    def traced_request(self: TcpConnection, request: PeerRequest, *data: Any, timeout_s: float) -> PeerReply:
+    def traced_request(self: TcpConnection, request: PeerRequest, *data: Any, **options: Any) -> PeerReply:
         kind = type(request).__name__
         points.reach(f"{kind}.asked")
-        reply = untraced(self, request, *data, timeout_s=timeout_s)
+        reply = untraced(self, request, *data, **options)
         points.reach(kind)
         return reply
 

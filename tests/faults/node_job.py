@@ -20,7 +20,7 @@ import torch.distributed as dist
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.peering import noted_table
 from tests.faults.engine_job import Restored, Spec, Truth, keep, train
-from tests.faults.engine_points import Log
+from tests.faults.engine_points import Log, Role
 from tests.support.nodes import MEMORY, Node
 from tests.support.nursery import Process, until
 
@@ -156,12 +156,20 @@ class NodeJob:
 
 @contextmanager
 def node_job(
-    spec: Spec, nodes: Sequence[Node], launcher: Node, *, keepers: bool = False, clocks: Clocks | None = None
+    spec: Spec,
+    nodes: Sequence[Node],
+    launcher: Node,
+    *,
+    keepers: bool = False,
+    armed: Sequence[Role] = (),
+    clocks: Clocks | None = None,
 ) -> Iterator[NodeJob]:
-    """Start a job on these nodes, with keepers that do deeds, or with those that its ranks find or start. The end of
-    the block ends the ranks."""
+    """Start a job on these nodes, with keepers that do deeds, or with those that its ranks find or start. Deeds of
+    `armed` roles are armed from the start. The end of the block ends the ranks."""
     job = NodeJob(spec, nodes, launcher, clocks=clocks)
     try:
+        for role in armed:
+            job.log.let(f"armed-{role}")
         if keepers:
             job.start_keepers()
         job.start_ranks()

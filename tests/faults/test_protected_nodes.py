@@ -16,6 +16,7 @@ from tests.faults.engine_job import PauseAt, Restored, Spec, Truth
 from tests.faults.engine_points import Deed, Role
 from tests.faults.node_job import NODE_NUMEL, Clocks, NodeJob, node_job
 from tests.support.nodes import MEMORY, Network, Node
+from tests.support.nursery import until
 
 #: Step of the save that is interrupted: it fills slots and copies again.
 STEP: Final = 3
@@ -371,8 +372,9 @@ def test_two_sides_of_a_partition_never_both_commit(
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_whose_predecessors_last_save_is_committed_after_its_restore(
-    network: Network, launcher: Node, run: str, truth: Truth, tmp_path: Path
+@pytest.mark.parametrize("phase", ["inventory", "match", "finish"])
+def test_a_job_goes_on_whose_predecessors_last_save_is_committed_in_the_middle_of_its_restore(
+    network: Network, launcher: Node, run: str, truth: Truth, tmp_path: Path, phase: str
 ) -> None:
     nodes = network.start(4)
     lost = nodes[2]
@@ -387,12 +389,12 @@ def test_a_job_goes_on_whose_predecessors_last_save_is_committed_after_its_resto
         job.until_told("passed", point="seal.asked", who=[f"keeper-{node.number}" for node in nodes])
         nodes.remove(lost)
         lost.lose()
-    after = replace(spec, log=tmp_path / "next", deeds=(), stop=STEP + 3, durable_every=1, pauses={STEP: "staged"})
-    with node_job(after, nodes, launcher) as following:
-        assert following.restored(truth).step >= STEP - 1
-        following.until_told("paused", step=STEP)
+    deeds = (Deed("trainer", f"after {phase}", 0, stalls=True),)
+    after = replace(spec, log=tmp_path / "next", deeds=deeds, stop=STEP + 3, durable_every=1, pauses={})
+    with node_job(after, nodes, launcher, armed=["trainer"]) as following:
+        following.until_told("stalled", who=["rank-0"])
         job.log.let("go-on-seal.asked")
-        time.sleep(1)
-        following.log.let(f"pass-{STEP}")
+        until(lambda: truth.loaded(run) == STEP, timeout_s=100)
+        following.log.let(f"go-on-after {phase}")
         following.ended_well()
     assert truth.loaded(run) == STEP + 2

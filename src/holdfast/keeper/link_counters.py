@@ -23,7 +23,7 @@ _IS_UP: Final = 0x1
 _REJECTS: Final = 0x200
 
 
-class _Route(NamedTuple):
+class _LinkRoute(NamedTuple):
     interface: str
     destination: int
     mask: int
@@ -50,7 +50,7 @@ def chosen_route(table: str, address: str) -> str | None:
     for line in table.splitlines()[1:]:
         fields = line.split()
         flags = int(fields[3], 16)
-        route = _Route(fields[0], int(fields[1], 16), int(fields[7], 16), int(fields[6]))
+        route = _LinkRoute(fields[0], int(fields[1], 16), int(fields[7], 16), int(fields[6]))
         if flags & _IS_UP and not flags & _REJECTS and number & route.mask == route.destination:
             fitting.append(route)
     best = max(fitting, key=lambda route: (route.mask.bit_count(), -route.metric), default=None)

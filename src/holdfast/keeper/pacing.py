@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 from holdfast.keeper.link_counters import LOOPBACK, interface_to, sent_nbytes
 from holdfast.keeper.piece_pacer import PieceOnLink, PiecePacer
 from holdfast.node_memory.peering import PacingRules
-from holdfast.peers.transport import Piece, PutPace, tail_nbytes
+from holdfast.peers.transport import PutPace, PutPiece, tail_nbytes
 from holdfast.store.rate_limit import RateLimits, RequestPace
 
 #: Interval of looks at the counters while a piece waits; and the share of a core that they may take.
@@ -44,7 +44,7 @@ _PAUSE_S: Final = 0.1
 _log = logging.getLogger(__name__)
 
 
-class _Mark(NamedTuple):
+class _TrafficMark(NamedTuple):
     """The bytes that the interface had sent at a time."""
 
     at_s: float = -math.inf
@@ -99,27 +99,27 @@ class LinkPace:
         limit = math.inf if rules.bytes_per_s is None else rules.bytes_per_s
         self._limit = RequestPace(interface or "", RateLimits(bytes_per_s=limit))
         self._may_open = rules.mode == "auto" and rules.bytes_per_s is None
-        self._line = _Line()
+        self._line = _TimedLink()
         self._released = False
         #: Guards the number of pieces that are sent out of turn, while the link is open, and the end of the last piece.
         self._lock = Lock()
         self._num_open = 0
-        self._ended = _Mark()
+        self._ended = _TrafficMark()
         self._open_until_s = -math.inf
         #: What follows belongs to the thread whose turn it is.
         self._pacer = PiecePacer(time.monotonic())
-        self._looked_at = _Mark()
+        self._looked_at = _TrafficMark()
         self._ahead_nbytes = 0.0
         self._look_s = _LOOK_S
         self._is_told = False
 
     @contextmanager
-    def turn(self, nbytes: int, end_s: float) -> Iterator[Piece]:
+    def turn(self, nbytes: int, end_s: float) -> Iterator[PutPiece]:
         """As `PutPace.turn`."""
         while True:
             if self._is_open():
                 with self._out_of_turn():
-                    yield Piece(nbytes)
+                    yield PutPiece(nbytes)
                 return
             with self._line.place(end_s):
                 granted = self._await(nbytes, end_s)
@@ -130,7 +130,7 @@ class LinkPace:
                         on_link.look(time.monotonic(), nbytes)
                         return max(nbytes / self._pacer.speed.bytes_per_s, _MIN_LOOK_S)
 
-                    yield Piece(granted, left)
+                    yield PutPiece(granted, left)
                     self._end(on_link)
                     return
 
@@ -197,8 +197,8 @@ class LinkPace:
         with self._lock:
             self._ended = self._looked_at
 
-    def _mark(self) -> _Mark:
-        return _Mark(time.monotonic(), 0 if self._watched is None else self._count(self._watched))
+    def _mark(self) -> _TrafficMark:
+        return _TrafficMark(time.monotonic(), 0 if self._watched is None else self._count(self._watched))
 
     def _look(self, own_nbytes: int) -> int:
         """Look at what the link has carried since the last look, of which `own_nbytes` were those of a piece. Returns
@@ -229,7 +229,7 @@ class LinkPace:
         return True
 
 
-class _Line:
+class _TimedLink:
     """Threads that wait for their turns, in the order in which they came."""
 
     def __init__(self) -> None:

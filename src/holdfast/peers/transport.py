@@ -27,7 +27,7 @@ class Region:
     nbytes: int
 
 
-class Piece(NamedTuple):
+class PutPiece(NamedTuple):
     """The next `nbytes` of a put. With `left`, they must have arrived at the peer's system when the turn ends, except
     for `tail_nbytes` of them. It is called with the bytes that have not, and returns the time after which to look again
     in seconds."""
@@ -44,7 +44,7 @@ def tail_nbytes(nbytes: int) -> int:
 class PutPace(Protocol):
     """Says when the bytes of puts are sent, piece by piece. Several connections share it, each with its thread."""
 
-    def turn(self, nbytes: int, end_s: float) -> AbstractContextManager[Piece]:
+    def turn(self, nbytes: int, end_s: float) -> AbstractContextManager[PutPiece]:
         """Wait for the turn to send some of the `nbytes` that are left. They are sent inside the ``with`` block.
 
         Raises:

@@ -25,7 +25,7 @@ from holdfast.errors import CorruptError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.peers.peer_errors import not_understood
 from holdfast.peers.peer_messages import MAX_NBYTES
-from holdfast.peers.transport import Piece, PutPace, Region, tail_nbytes
+from holdfast.peers.transport import PutPace, PutPiece, Region, tail_nbytes
 from holdfast.store.base import Bytes
 
 #: Size and digest of a message.
@@ -194,7 +194,7 @@ class Wire:
             if start >= next_block:
                 end_s, next_block = deadline(), start + BLOCK_NBYTES
 
-    def _await_arrival(self, piece: Piece, end_s: float) -> None:
+    def _await_arrival(self, piece: PutPiece, end_s: float) -> None:
         """Wait until the other end's system has acknowledged `piece`, except for its tail; or has sent something or
         closed the connection, which the caller will find."""
         if piece.left is None:
