@@ -203,9 +203,6 @@ def test_a_node_that_boots_gets_its_part_from_a_peer(
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False, reason="no slot becomes free in time on a node whose keeper was killed just before the save"
-)
 @pytest.mark.parametrize("number", [0, 2], ids=["the first node's", "another's"])
 def test_a_keeper_that_is_started_again_goes_on_to_protect(
     network: Network, launcher: Node, run: str, truth: Truth, tmp_path: Path, number: int

@@ -37,7 +37,7 @@ from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
-from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids, unmark_protected
+from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
@@ -222,8 +222,6 @@ class Protection:
             session = None
         elif session is None or session.table != table:
             session = _PeerSession(secret, table)
-            if table.parity is None:
-                self._forget_marks()
         if session is not self._session:
             self._session = session
             self.rows.join(self._parity_peers(session))
@@ -318,12 +316,6 @@ class Protection:
         if session is None or session.table.parity is None or self._transport is None:
             return None
         return ParityPeers(session.table, self._transport, session.secret.secret)
-
-    def _forget_marks(self) -> None:
-        """Forget what was protected by the nodes of an earlier job: some of these may be lost, and others are to get
-        copies. Peers that have a copy say so at once."""
-        for checkpoint_id in protected_ids(self._folder):
-            unmark_protected(self._folder, checkpoint_id)
 
     def _listen(self, secret: PeerSecret | None) -> None:
         """Listen for peers that know `secret`: where the keeper before this one did, if it can. With None, end that."""

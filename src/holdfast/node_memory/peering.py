@@ -16,6 +16,7 @@ import xxhash
 
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import ConfigurationError
+from holdfast.node_memory.generations import protected_ids, unmark_protected
 from holdfast.node_memory.node_folder import NodeFolder
 
 _SECRET_NAME: Final = "peers.secret"  # noqa: S105 - the name of a file
@@ -134,7 +135,14 @@ def noted_port(folder: NodeFolder) -> PeerPort | None:
 
 
 def note_table(folder: NodeFolder, table: PeerTable) -> None:
-    """Tell the keeper of `folder` what to send to whom. Several ranks of the node may do so, with the same table."""
+    """Tell the keeper of `folder` what to send to whom. Several ranks of the node may do so, with the same table.
+
+    Marks of protection tell of the nodes of the last job, some of which may be lost. So a new table for copies ends
+    them: the keepers of all nodes get it at the same time, offer their newest slots again, and mark them anew."""
+    if noted_table(folder) == table:
+        return
+    for checkpoint_id in protected_ids(folder) if table.parity is None else ():
+        unmark_protected(folder, checkpoint_id)
     _note(folder, _TABLE_NAME, table)
 
 
