@@ -124,7 +124,9 @@ def copies_of(found: FoundOnNode, seal: Seal, chosen: Chosen) -> dict[str, tuple
     far = {seal.files[number].name: NodeTier.PEER_MEMORY for number in chosen.copied}
     near: dict[str, tuple[FileCopy, ...]] = {}
     for name, holder in names.items():
-        tier = files[name][0] if name in files else far.get(name, NodeTier.NODE_MEMORY)
+        # The tier is that of the copy that is read, by this rank or by the one that alone reads it for all.
+        is_read_here = holder == EVERY_RANK and name in files
+        tier = files[name][0] if is_read_here else far.get(name, NodeTier.NODE_MEMORY)
         in_memory = FileCopy(memory, prefix + name, tier, holder)
         copies = [in_memory] if name in files else []
         is_damaged = is_bad(chosen.bad, seal.checkpoint_id, name, NodeTier.NODE_DISK, node)
