@@ -11,11 +11,15 @@ VENV := .venv
 APART := deepspeed executors megatron planes ray stores titan vllm
 export PYTHON TORCH_INDEX
 
-.PHONY: demo test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
+.PHONY: demo demo-nodes test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
 
 demo: $(VENV)/peers.stamp
 	$(VENV)/bin/python -m demo
+
+# Needs root: it emulates nodes by namespaces.
+demo-nodes: $(VENV)/dev.stamp
+	$(VENV)/bin/python -m demo.nodes
 
 # Two at a time, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp

@@ -9,22 +9,25 @@ from typing import Annotated
 
 import typer
 
+from bench.agreement import AGREEMENT
 from bench.benchmark import RESULTS, Benchmark, Options, chosen, require_bars, require_raw_limit
 from bench.bucket_ways import TRANSFERRING
 from bench.contenders import BACKGROUND, LOADING, MANY
 from bench.converters import CONVERTING
 from bench.data import DATA
+from bench.emulated_nodes import NODES
 from bench.engine import ENGINE
 from bench.events import EVENTS
 from bench.exchange import EXCHANGE
 from bench.front import render_chart, render_front
 from bench.history import HISTORY
 from bench.hub_loads import HUB_LOADING
-from bench.lost_nodes import NODES as LOST_NODES
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import replace_part
 from bench.objects import OBJECTS
 from bench.pacing import PACING
 from bench.parity import PARITY
+from bench.peers import PEERS
 from bench.plan import PLAN, draw_planning
 from bench.prune import PRUNE
 from bench.save_load import IO, LOADS
@@ -35,22 +38,8 @@ from bench.view import VIEW
 
 #: In the order in which they are measured. Each has a place of its name in `docs/benchmarks.md`.
 BENCHMARKS = (
-    IO,
-    LOADS,
-    EXCHANGE,
-    PLAN,
-    SMALL,
-    VIEW,
-    ENGINE,
-    HISTORY,
-    STEP,
-    PRUNE,
-    EVENTS,
-    DATA,
-    OBJECTS,
-    PARITY,
-    LOST_NODES,
-    PACING,
+    *(IO, LOADS, EXCHANGE, PLAN, AGREEMENT, SMALL, VIEW, ENGINE),
+    *(HISTORY, STEP, PRUNE, EVENTS, DATA, OBJECTS, PEERS, PARITY, NODES, LOST_NODES, PACING),
 )
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"

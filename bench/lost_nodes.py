@@ -1,173 +1,143 @@
-"""``python -m bench nodes``: protection of memory and the restore after the loss of a node, on emulated nodes.
-
-Nodes are namespaces of this machine, one rank on each (`tests.support.nodes`), so all share its cores. The raw limit is
-a plain copy over TCP of as many bytes, between the same processes, over the same links.
-"""
+"""``python -m bench lost-nodes``: the choice of what a job restores after nodes were lost, and of who reads which file.
+Simulated: one process has the inventories that ranks send to the first one."""
 
 from __future__ import annotations
 
-import json
-import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, Final, NamedTuple
+from typing import NamedTuple
+
+import msgspec
 
 from bench.benchmark import Bar, Benchmark, Options
 from bench.costs import scratch
-from bench.markdown import about, table, text
-from bench.node_ranks import NodeTask, protect, restore, serve_store
-from bench.runner import measured
-from bench.schema import OURS, RAW, BenchError, Contender, Part, Result, Sample, StateSize, paired_ratios
-from tests.support.nodes import Network
-from tests.support.nursery import Process
+from bench.layouts import Sent, three_d
+from bench.markdown import about, ours, table
+from bench.runner import in_turns, timed
+from bench.schema import OURS, BenchError, Part, Result
+from holdfast.checkpoint.catalogue import Tier
+from holdfast.checkpointer.choosing import Chosen, HeldFile, Inventory, Survey
+from holdfast.collector import collector_paused
+from holdfast.format import manifest as fmt
+from holdfast.format.records import Place
+from holdfast.node_memory.generations import Generation, write_generation
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.plan.save import CheckpointIdentity, RankValues, encode_plan, plan_save
+from holdfast.run.history import Run
+from holdfast.store.base import Location, Store
+from holdfast.store.urls import open_store
 
-ROUNDS: Final = 5
-LOST: Final = 2
-_TIMEOUT_S: Final = 300.0
-PROTECT, RESTORE = "protect", "restore"
-
-
-class Cluster(NamedTuple):
-    """The nodes of a scenario: how many, the speed of their links (None: what this machine can), and the bytes of a
-    rank at full size; and its bars."""
-
-    num_nodes: int
-    mbit: int | None
-    mib: int
-    bars: tuple[str, ...]
-
-
-CLUSTERS: Final = {
-    "2 nodes": Cluster(2, None, 1024, (PROTECT,)),
-    "4 nodes, 2 Gbit/s": Cluster(4, 2000, 128, (RESTORE,)),
-    "8 nodes": Cluster(8, None, 32, ("moved",)),
-}
+#: The ranks and nodes of each job.
+JOBS = {"256 nodes": (1152, 256), "1,024 nodes": (4480, 1024), "2,048 nodes": (8960, 2048)}
+LARGEST = "2,048 nodes"
+#: One of so many nodes is lost.
+ONE_LOST_OF = 20
+ROUNDS = 9
+BAR_S = 1.0
+NEWER, OLDER = "b" * 16, "a" * 16
+PLACES = {OLDER: Place(1, 1), NEWER: Place(1, 2)}
 
 
-class Emulated:
-    """A cluster with a job of one rank on each node."""
+class SimulatedJob(NamedTuple):
+    """A job with two generations of a simulated state. `node_of` has the node of each rank, which writes its file."""
 
-    def __init__(self, cluster: Cluster, network: Network, folder: Path, *, nbytes: int, rounds: int) -> None:
-        self._network, self._folder, self._rounds = network, folder, rounds
-        memory_mib = 6 * (nbytes >> 20) + 1024
-        self._launcher = network.start(1)[0]
-        self.nodes = network.start(cluster.num_nodes, memory_mib=memory_mib, mbit=cluster.mbit)
-        self._memory_mib, self._mbit, self._nbytes = memory_mib, cluster.mbit, nbytes
-        self._store: Process | None = None
+    storage: Store
+    folder: NodeFolder
+    run_id: str
+    num_files: int
+    node_of: Sequence[int]
 
-    def run(self, name: str, function: Any, *more: Any) -> list[dict[str, Any]]:
-        """Run a function on all nodes, and return what their ranks tell."""
-        results = self._folder / name
-        results.mkdir()
-        ready = results / "store"
-        store = self._launcher.start(serve_store, self._launcher.name, ready, err=results / "store.err")
-        end = time.monotonic() + _TIMEOUT_S
-        until(ready.exists, end, results)
-        ranks = [
-            node.start(function, self._task(results, rank), *more, err=results / f"{rank}.err")
-            for rank, node in enumerate(self.nodes)
-        ]
-        paths = [results / f"{function.__name__}-{rank}.json" for rank in range(len(ranks))]
-        until(lambda: all(path.exists() for path in paths), end, results)
-        for process in (*ranks, store):
-            process.send(signal.SIGKILL)
-            process.wait()
-        return [json.loads(path.read_text()) for path in paths]
+    def held(self, checkpoint_id: str, tier: Tier) -> list[tuple[HeldFile, ...]]:
+        """For each node, the files of a generation that it wrote, as files in a tier."""
+        place = PLACES[checkpoint_id]
+        found: list[list[HeldFile]] = [[] for _ in range(self.node_of[-1] + 1)]
+        for file, node in enumerate(self.node_of[: self.num_files]):
+            about = (self.run_id, "", checkpoint_id, place, place.seq, file, 1 << 30, "d" * 32, False, False)
+            found[node].append(HeldFile(*about, tier))
+        return [tuple(files) for files in found]
 
-    def lose(self, number: int) -> None:
-        """Lose a node, and start another one in its place."""
-        self.nodes[number].lose()
-        (self.nodes[number],) = self._network.start(1, memory_mib=self._memory_mib, mbit=self._mbit)
+    def inventories(self, nodes: Sequence[tuple[HeldFile, ...]]) -> list[Inventory]:
+        """What each rank finds on its node, if the nodes hold these files."""
+        return [Inventory(f"node-{node}", nodes[node], False) for node in self.node_of]
 
-    def _task(self, results: Path, rank: int) -> NodeTask:
-        run = self._folder / "run"
-        return NodeTask(results, run, rank, len(self.nodes), self._launcher.name, self._nbytes, self._rounds)
+    def choice(self, inventories: Sequence[Inventory]) -> Chosen:
+        """The checkpoint that the first rank chooses."""
+        survey = Survey()
+        survey.look(self.folder, {}, inventories)
+        found = survey.answer(self.storage)
+        if not isinstance(found, Chosen):
+            raise BenchError("The first rank does not know the generations.")
+        return found
 
 
-def until(condition: Any, end: float, results: Path) -> None:
-    while not condition():
-        if time.monotonic() > end:
-            errors = {path.name: path.read_text()[-2000:] for path in results.glob("*.err")}
-            raise BenchError(f"The ranks did not answer: {errors}")
-        time.sleep(0.02)
+@contextmanager
+def simulated_job(sent: Sent, num_nodes: int, folder: Path) -> Iterator[SimulatedJob]:
+    """A job on `num_nodes` nodes whose ranks have `sent` their layouts. It needs a folder of its own."""
+    storage, world_size, data = open_store(Location(str(folder / "gpt"))), len(sent.messages), b""
+    run = Run.create(storage)
+    run.open_epoch(after=0, opened_from=None, why="start", world_size=world_size)
+    with NodeFolder("gpt", node_dir=folder) as memory:
+        for checkpoint_id, place in PLACES.items():
+            identity = CheckpointIdentity(checkpoint_id, run.run_id, place, place.seq, 0.0, {})
+            values = [RankValues(0, 1000, ("a",))]
+            data = encode_plan(plan_save(sent.messages, sent.bodies), identity=identity, values=values)
+            name = f"step-{place.seq:010}-{checkpoint_id}"
+            write_generation(memory, Generation("gpt", name, checkpoint_id, place, place.seq, data))
+        num_files = len(fmt.decode(data, path="manifest").file_names)
+        node_of = [rank * num_nodes // world_size for rank in range(world_size)]
+        yield SimulatedJob(storage, memory, run.run_id, num_files, node_of)
 
 
-def measure_cluster(name: str, options: Options) -> Part:
-    """Protect some snapshots; then lose a node again and again."""
-    cluster = CLUSTERS[name]
-    nbytes = max(options.nbytes(cluster.mib / 1024), 1 << 20)
-    size = StateSize(nbytes * cluster.num_nodes)
-    scenario = options.scenario(
-        name, title=name, world=cluster.num_nodes, rounds=ROUNDS, state=size, facts={"rank_nbytes": nbytes}
+def after_losses(job: SimulatedJob) -> list[Inventory]:
+    """The inventories of a job with one copy of each file. Empty nodes have replaced every twentieth."""
+    own, copies = (
+        [(*older, *newer) for older, newer in zip(job.held(OLDER, tier), job.held(NEWER, tier), strict=True)]
+        for tier in (Tier.NODE_MEMORY, Tier.PEER_MEMORY)
     )
-    samples: list[Sample] = []
-    with scratch(options.folder) as folder, Network(folder / "network") as network:
-        job = Emulated(cluster, network, folder, nbytes=nbytes, rounds=scenario.rounds)
-        protected = job.run("protect", protect)
-        held = max(each["held"] for each in protected)
-        for number in range(scenario.rounds):
-            for contender, key in ((RAW, "plain"), (OURS, "ours")):
-                values = tuple(each[key][number] for each in protected)
-                more = {"held_nbytes": (float(held),)} if contender == OURS else {}
-                samples.append(Sample(contender, number + 1, {"seconds": values, **more}, measure=PROTECT))
-        lost = min(LOST, cluster.num_nodes - 1)
-        for number in range(scenario.rounds):
-            job.lose(lost)
-            found = job.run(f"restore{number}", restore, lost)
-            if not all(each["same"] and each["tier"] == "peer memory" for each in found):
-                raise BenchError(f"The snapshot was not restored from the memory of peers: {found}")
-            moved = float(sum(each["moved"] for each in found))
-            plain = {"seconds": (found[lost]["plain"],)}
-            ours = {"seconds": tuple(each["ours"] for each in found), "moved_nbytes": (moved,)}
-            samples.append(Sample(RAW, number + 1, plain, measure=RESTORE))
-            samples.append(Sample(OURS, number + 1, ours, measure=RESTORE))
-    return measured(scenario, samples, options, contenders=(Contender(RAW), Contender(OURS)))
+    half = len(own) // 2
+    lost = range(0, half, ONE_LOST_OF // 2)  # of each pair, one node at most
+    return job.inventories(
+        [() if node in lost else own[node] + copies[(node + half) % len(own)] for node in range(len(own))]
+    )
 
 
-def of_plain(part: Part, measure: str) -> list[float]:
-    """Seconds of the plain copy / seconds, paired by round."""
-    return paired_ratios(part.series(RAW, measure=measure), part.series(OURS, measure=measure))
+def measure_choice(name: str, options: Options) -> Part:
+    """The first rank decodes what all ranks found, and chooses."""
+    world_size, num_nodes = JOBS[name]
+    with scratch(options.folder) as folder, simulated_job(three_d(world_size), num_nodes, folder) as job:
+        messages = [msgspec.msgpack.encode(each) for each in after_losses(job)]
 
+        @collector_paused()
+        def turn() -> dict[str, float]:
+            inventories: list[Inventory] = []
+            decoding = timed(
+                lambda: inventories.extend(msgspec.msgpack.decode(each, type=Inventory) for each in messages),
+                "decode_s",
+            )
+            return decoding | timed(lambda: job.choice(inventories), "choose_s")
 
-def moved(part: Part) -> list[float]:
-    """Bytes that came to nodes in a restore / bytes that were lost."""
-    return [each / part.scenario.facts["rank_nbytes"] for each in part.series(OURS, "moved_nbytes", measure=RESTORE)]
-
-
-def more_memory(part: Part) -> float:
-    """MiB that a node holds beyond its two snapshots and two copies."""
-    (held, *_) = part.series(OURS, "held_nbytes", measure=PROTECT)
-    return float(held - 4 * part.scenario.facts["rank_nbytes"]) / 2**20
-
-
-def bars(part: Part) -> Iterator[Bar]:
-    name, wanted = part.scenario.name, CLUSTERS[part.scenario.name].bars
-    if PROTECT in wanted:
-        yield Bar(f"protection, {name}, of a plain copy", median(of_plain(part, PROTECT)), 0.8, at_least=True)
-        yield Bar(f"memory beyond snapshots and copies, {name}", more_memory(part), 128, " MiB")
-    if RESTORE in wanted:
-        yield Bar(
-            f"restore of a lost node, {name}, of a plain copy", median(of_plain(part, RESTORE)), 0.7, at_least=True
-        )
-    if "moved" in wanted:
-        yield Bar(f"bytes moved / bytes lost, {name}", median(moved(part)), 1.05)
+        facts = {"num_files": job.num_files, "messages_nbytes": sum(map(len, messages))}
+        scenario = options.scenario(name, rounds=ROUNDS, facts=facts)
+        return in_turns(scenario, {OURS: turn}, options)
 
 
 def tables(result: Result) -> Iterator[str]:
     yield table(
-        "nodes",
+        "5 % of the nodes are lost",
         {part.scenario.name: part for part in result.parts},
-        ("a rank's snapshot, MiB", lambda part: f"{part.scenario.facts['rank_nbytes'] / 2**20:.0f}"),
-        ("protection, of a plain copy", lambda part: text(of_plain(part, PROTECT))),
-        ("restore after a loss, s", lambda part: text(part.series(OURS, measure=RESTORE))),
-        ("of a plain copy of the lost bytes", lambda part: text(of_plain(part, RESTORE))),
-        ("bytes moved / lost", lambda part: text(moved(part))),
-        ("memory beyond snapshots and copies, MiB", lambda part: f"{more_memory(part):.0f}"),
+        ("files", lambda part: f"{part.scenario.facts['num_files']:,}"),
+        ("inventories, MB", lambda part: f"{part.scenario.facts['messages_nbytes'] / 1e6:.1f}"),
+        ("decoded in, s", ours("decode_s")),
+        ("chosen in, s", ours("choose_s")),
     )
     yield about(result.parts[0])
 
 
-NODES = Benchmark("nodes", {name: partial(measure_cluster, name) for name in CLUSTERS}, tables, bars)
+def bars(part: Part) -> Iterator[Bar]:
+    if part.scenario.name == LARGEST:
+        yield Bar(f"the choice of {LARGEST}", part.median(OURS, "choose_s"), BAR_S, " s")
+
+
+LOST_NODES = Benchmark("lost-nodes", {name: partial(measure_choice, name) for name in JOBS}, tables, bars)

@@ -1,4 +1,4 @@
-"""The ranks of `bench.lost_nodes`: one on each emulated node. They protect snapshots, and restore them after a loss."""
+"""The ranks of `bench.emulated_nodes`, one on each node. They protect snapshots, and restore them after a loss."""
 
 from __future__ import annotations
 

@@ -45,6 +45,15 @@ def newest_from_memory(text: str, restored: Notes, *, whole: int, head: int) -> 
     return Promise(text, kept=found == [(whole, "node memory")] and whole > head, seen=seen)
 
 
+def newest_from_peers(text: str, restored: Notes, *, protected: int, head: int) -> Promise:
+    """All ranks restored one step from peer memory: the newest `protected` one, or one that was protected after that
+    was noted; newer than the `head` of storage."""
+    found = sorted({(note["step"], note["tier"]) for note in restored})
+    told = " and ".join(f"step {step} from {tier}" for step, tier in found)
+    kept = len(found) == 1 and found[0][0] >= protected > head and found[0][1] == "peer memory"
+    return Promise(text, kept, f"restored {told}, when storage was at step {head}")
+
+
 def same_losses(text: str, reference: Losses, seen: Losses, steps: range) -> Promise:
     """Every loss of `steps` has the bits of the reference."""
     num_equal = sum(step in seen and seen[step].hex() == reference[step].hex() for step in steps)

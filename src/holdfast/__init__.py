@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from holdfast.policy.keep import KeepBest, KeepEvery, KeepFor, KeepLast, KeepPolicy
     from holdfast.policy.stop import StopAfter
     from holdfast.policy.when import Auto, EverySteps, EveryTime, OnMetric, OnPreemption, OnRequest, SavePolicy
-    from holdfast.protection.policies import Copies
+    from holdfast.protection.policies import Copies, Parity
     from holdfast.publishing import transfer
     from holdfast.reports import (
         CopyReport,
@@ -73,6 +73,7 @@ _HOMES = {
     "ExportHub": "holdfast.checkpointer.export_hub",
     "Memory": "holdfast.checkpointer.memory_option",
     "Copies": "holdfast.protection.policies",
+    "Parity": "holdfast.protection.policies",
     "Handle": "holdfast.checkpointer.handle",
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
@@ -161,6 +162,7 @@ __all__ = [
     "OnMetric",
     "OnPreemption",
     "OnRequest",
+    "Parity",
     "PerRank",
     "Piecewise",
     "RandomState",

@@ -1,4 +1,4 @@
-"""Snapshots that copies on other nodes protect: `Checkpointer`s of several ranks on nodes that folders emulate."""
+"""Snapshots that other nodes protect, by copies or parity: `Checkpointer`s of ranks on nodes that folders emulate."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import copy_names, slot_names
-from holdfast.protection.policies import Copies
+from holdfast.node_memory.slots import Slot, copy_names, parity_names, slot_names
+from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
+from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
+from tests.support.nursery import until
 from tests.support.ranks import run_ranks
+
+COPIES = Copies(1)
+TIERS = ["node memory", "peer memory"]
+FROM_PEERS = [("peer memory", 4, True, TIERS)]
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    paths = [tmp_path / f"node{number}" for number in range(4)]
+    paths = [tmp_path / f"node{number}" for number in range(5)]
     for path in paths:
         path.mkdir()
     yield paths
@@ -30,9 +36,11 @@ def nodes(tmp_path: Path) -> Iterator[list[Path]]:
         end_keepers(path)
 
 
-def save_protected(run: str, node_dirs: Sequence[Path], steps: Sequence[int], copies: int = 1) -> list[bool]:
+def save_protected(
+    run: str, node_dirs: Sequence[Path], steps: Sequence[int], protect: Copies | Parity = COPIES
+) -> list[bool]:
     start_new_job()
-    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=Copies(copies))
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=protect)
     state = sharded(-1, dim=0)
     protected = []
     with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
@@ -72,11 +80,112 @@ def lose(run: str, node: Path) -> None:
 
 def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, nodes: list[Path]) -> None:
     run = str(tmp_path / "run")
-    assert run_ranks(4, save_protected, run, nodes, (1, 2, 3)) == [[True, True, True]] * 4
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3)) == [[True, True, True]] * 4
     with folder_of(run, nodes[0]) as folder:
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
-    assert (
-        run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]])
-        == [("peer memory", 4, True, ["node memory", "peer memory"])] * 3
-    )
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
+    with folder_of(run, nodes[0]) as folder:
+        assert len(slot_names(folder)) == len(parity_names(folder)) == 2
+        assert copy_names(folder) == []
+    lose(run, nodes[2])
+    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(5, save_protected, run, nodes, (1, 2), Parity(2)) == [[True, True]] * 5
+    for lost in (nodes[0], nodes[3]):
+        lose(run, lost)
+    left = [nodes[1], nodes[2], nodes[4]]
+    assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True, TIERS)] * 3
+    assert run_ranks(2, restored_columns, run, left[:2])[0][1:3] == (3, True)
+
+
+def damage_copies(run: str, node: Path, step: int) -> int:
+    """Flip a bit of each copy of a step that a node holds, behind the back of its keeper, which is stopped."""
+    stop_keepers(node)
+    num_damaged = 0
+    with folder_of(run, node) as folder:
+        for name in copy_names(folder):
+            with Slot(folder, name) as slot:
+                contents = slot.record.contents
+                assert contents is not None
+                if contents.step == step:
+                    slot.data[contents.data_start] ^= 1
+                    num_damaged += 1
+    return num_damaged
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
+    tmp_path: Path, nodes: list[Path], damaged: int
+) -> None:
+    """The copies of both nodes were passed over, and the job went back to storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Copies(2)) == [[True, True, True]] * 4
+    lose(run, nodes[3])  # nodes 0 and 1 have its copies
+    assert damage_copies(run, nodes[damaged], 3) == 2
+    try:
+        found = run_ranks(3, restored_columns, run, nodes[:3])
+    finally:
+        continue_keepers(nodes[damaged])
+    assert found == FROM_PEERS * 3
+
+
+@pytest.mark.slow
+def test_a_replacement_node_gets_what_was_lost_and_damage_in_a_survivor_is_rebuilt_too(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2), Parity(2)) == [[True, True]] * 4
+    lose(run, nodes[1])
+    with folder_of(run, nodes[3]) as folder:
+        for name in slot_names(folder):
+            with Slot(folder, name) as slot:
+                contents = slot.record.contents
+                assert contents is not None
+                slot.data[contents.data_start] ^= 1
+    new_nodes = [nodes[0], nodes[4], nodes[2], nodes[3]]
+    assert run_ranks(4, restored_columns, run, new_nodes) == [("peer memory", 3, True, TIERS)] * 4
+    for node, num_copies in zip(new_nodes, (0, 2, 0, 0), strict=True):
+        with folder_of(run, node) as folder:
+            assert len(copy_names(folder)) == num_copies, node
+
+
+def save_and_lose(run: str, node_dirs: Sequence[Path], lost: int) -> bool:
+    """Save to memory alone, and lose a node before its keeper can write anything to the run."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()], protect=Parity(1))
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        state["w"].copy_(sharded(2, dim=0)["w"])  # type: ignore[attr-defined]
+        state["progress"]["step"] = 2  # type: ignore[index]
+        handle = checkpointer.save(2, memory_only=True)
+        handle.protected.wait(20)
+        dist.barrier()
+        if dist.get_rank() == lost:
+            lose(run, node_dirs[lost])
+        dist.barrier()
+    return handle.protected.is_done
+
+
+def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, nodes: list[Path]) -> None:
+    run = tmp_path / "run"
+    assert run_ranks(4, save_protected, str(run), nodes[:4], (1,), Parity(1)) == [[True]] * 4
+    assert run_ranks(4, save_and_lose, str(run), nodes[:4], 2) == [True] * 4
+    num_committed = len(committed(run))
+    left = [nodes[0], nodes[1], nodes[3]]
+    expected = ("peer memory", 3, True, TIERS)
+    assert run_ranks(3, restored_columns, str(run), left) == [expected] * 3
+    until(lambda: len(committed(run)) == num_committed + 1)
+
+
+def committed(run: Path) -> list[Path]:
+    return list((run / "history").iterdir())

@@ -208,6 +208,7 @@ def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
             answer = channel.exchange(f"round {number}", b"x", lambda all_: b"%d" % len(all_), soon())
             assert answer == b"3"
             largest = max(largest, store.num_keys())
+        channel.await_readers(soon())
         return 1000
 
     assert on_ranks(3, body, store=store, group_size=2) == {0: 1000, 1: 1000, 2: 1000}

@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
-from holdfast import Checkpointer, HoldfastError, Memory, NotFoundError, PerRank
-from holdfast.checkpointer.handle import Handle
+from holdfast import Checkpointer, Copies, HoldfastError, Memory, NotFoundError, PerRank
+from holdfast.checkpointer.handle import Handle, Stage
 from holdfast.errors import CorruptError
 from holdfast.keeper.__main__ import serve
 from holdfast.node_memory.keeper_lock import is_kept
@@ -46,6 +46,8 @@ WORLD_SIZE: Final = 2
 #: Elements of the weight: a data file of each rank, with its momentum, has three blocks that are hashed.
 NUMEL: Final = WORLD_SIZE * 5 * 2**16
 SMALL_NUMEL: Final = WORLD_SIZE * 2**12
+
+PauseAt = Literal["staged", "durable", "over", "protected"]
 
 _WHOLE: Final = (SlotState.STAGED, SlotState.SEALED, SlotState.HELD, SlotState.COMMITTED, SlotState.FENCED)
 
@@ -129,8 +131,9 @@ class Spec:
     """A job: it `begins` with a restore, and saves every step until `stop`.
 
     Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, is
-    durable, or is over, that is, held in memory if it is not for storage. `deeds` are done by its processes at points.
-    Storage gets every `durable_every`-th step; the others are saved to memory alone.
+    durable, is over, that is, held in memory if it is not for storage, or is over and the last one is protected by so
+    many `copies`. `deeds` are done by its processes at points. Storage gets every `durable_every`-th step; the others
+    are saved to memory alone.
     """
 
     run: str
@@ -141,10 +144,11 @@ class Spec:
     world_size: int = WORLD_SIZE
     numel: int = NUMEL
     stop: int = 10**9
-    pauses: Mapping[int, Literal["staged", "durable", "over"]] = field(default_factory=dict)
+    pauses: Mapping[int, PauseAt] = field(default_factory=dict)
     deeds: Sequence[Deed] = ()
     generations: int = 2
     durable_every: int = 1
+    copies: int = 0
     when_full: Literal["wait", "skip"] = "wait"
     timeout_s: float = 60.0
     begins: Literal["restoring", "anew", "taking over"] = "restoring"
@@ -172,9 +176,10 @@ def train_in_group(spec: Spec) -> None:
     log, who = Log(spec.log), f"rank-{rank}"
     log.enter(who)
     training = Training(spec.numel, rank=rank, world_size=world_size)
-    memory = Memory(node_dir=spec.node_dir(rank), generations=spec.generations)
+    protect = Copies(spec.copies) if spec.copies else None
+    memory = Memory(node_dir=spec.node_dir(rank), generations=spec.generations, protect=protect)
     with traced(log, who, spec.deeds):
-        told = _Told(log, who)
+        told = _Told(log, who, is_protected=protect is not None)
         try:
             with Checkpointer(
                 spec.run,
@@ -207,35 +212,38 @@ def train_in_group(spec: Spec) -> None:
 class _Told:
     """Writes the events of saves to the log."""
 
-    def __init__(self, log: Log, who: str) -> None:
+    def __init__(self, log: Log, who: str, *, is_protected: bool) -> None:
         self._log = log
         self._who = who
+        self._stages = ("staged", "protected", "durable") if is_protected else ("staged", "durable")
         self._open: list[tuple[str, Handle]] = []
         self._trouble: dict[int, str] = {}
 
     def expect(self, handle: Handle) -> None:
         """Watch this save too, from now on."""
         self._log.tell(self._who, "saved", step=handle.step, skipped=handle.skipped)
-        self._open += [] if handle.skipped else [("staged", handle), ("durable", handle)]
+        self._open += [] if handle.skipped else [(name, handle) for name in self._stages]
 
     def look(self) -> None:
         """Write new events to the log."""
         for name, handle in list(self._open):
-            stage = handle.staged if name == "staged" else handle.durable
+            stage: Stage = getattr(handle, name)
             if stage.is_over:
                 self._open.remove((name, handle))
-                self._log.tell(self._who, name if stage.is_done else "lost", step=handle.step)
+                self._log.tell(self._who, name if stage.is_done else "lost", step=handle.step, stage=name)
             elif handle.trouble and handle.trouble != self._trouble.get(handle.step):
                 self._trouble[handle.step] = handle.trouble
                 self._log.tell(self._who, "trouble", step=handle.step, text=handle.trouble)
 
-    def pause(self, step: int, what: Literal["staged", "durable", "over"]) -> None:
+    def pause(self, step: int, what: PauseAt) -> None:
         """Pause before the save of a step, after all earlier saves have come so far."""
         for _, handle in self._open:
-            if what == "over":
+            if what in ("over", "protected"):
                 until(lambda handle=handle: handle.durable.is_over, timeout_s=60)  # type: ignore[misc]
             else:
                 (handle.staged if what == "staged" else handle.durable).wait(60)
+        if what == "protected" and self._open:  # an older one may have been replaced before it was
+            self._open[-1][1].protected.wait(60)
         self.look()
         self._log.tell(self._who, "paused", step=step)
         self._log.wait_for(f"pass-{step}")

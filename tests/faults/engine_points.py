@@ -16,6 +16,8 @@ of one save in the order in which trainers and their keeper pass them.
 ``X.asked`` and so on   as in `crash_points`
 ``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
 ``after P``             trainers have agreed in phase P of a save
+``R.asked``, ``R``      a keeper is about to make the request R of a peer, and has its answer
+``copy S`` and so on    as above, of a copy of another node's slot
 ======================  ====================================================================================
 
 A `Deed` is done at a point once, by the first process that gets there after the test has armed it.
@@ -44,6 +46,8 @@ from holdfast.io.digest import digest_blocks
 from holdfast.keeper import persist
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotRecord
+from holdfast.peers.peer_messages import PeerReply, PeerRequest
+from holdfast.peers.tcp import TcpConnection
 from holdfast.store.base import Bytes
 from holdfast.store.posix import PosixWriter
 from tests.faults import crash_points
@@ -83,6 +87,16 @@ KEEPER: Final = [
     "COMMITTED.asked",
     "COMMITTED",
 ]
+#: The points that the keeper of a protected node passes besides, those of a peer that gets the copy, and the last ones
+#: of the first node.
+PROTECTING: Final = [
+    *("OfferCopy.asked", "OfferCopy", "PutGeneration.asked", "PutGeneration", "PutRange.asked", "PutRange"),
+    *("Finish.asked", "Finish", "NoteProtected.asked", "NoteProtected"),
+]
+COPYING: Final = [
+    *("copy WRITING.asked", "copy WRITING", "copy STAGED.asked", "copy STAGED", "copy HELD.asked", "copy HELD"),
+]
+MARKING: Final = ["MarkProtected.asked", "MarkProtected"]
 
 
 @dataclass(frozen=True)
@@ -227,6 +241,8 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
             stack.enter_context(crash_points.traced(points))
             stack.enter_context(patch.object(persist, "digest_blocks", _digest_blocks(points)))
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
+            stack.enter_context(patch.object(TcpConnection, "ask", _request(points, TcpConnection.ask)))
+            stack.enter_context(patch.object(TcpConnection, "put", _request(points, TcpConnection.put)))
         else:
             stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
             stack.enter_context(patch.object(Channel, "exchange", _exchange(points)))
@@ -251,11 +267,23 @@ def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
     advance = Slot.advance
 
     def traced_advance(self: Slot, record: SlotRecord) -> None:
-        points.reach(f"{record.state.name}.asked")
+        state = f"copy {record.state.name}" if self.is_copy else record.state.name
+        points.reach(f"{state}.asked")
         advance(self, record)
-        points.reach(record.state.name)
+        points.reach(state)
 
     return traced_advance
+
+
+def _request(points: _Points, untraced: Callable[..., PeerReply]) -> Callable[..., PeerReply]:
+    def traced_request(self: TcpConnection, request: PeerRequest, *data: Any, **options: Any) -> PeerReply:
+        kind = type(request).__name__
+        points.reach(f"{kind}.asked")
+        reply = untraced(self, request, *data, **options)
+        points.reach(kind)
+        return reply
+
+    return traced_request
 
 
 def _refresh(points: _Points) -> Callable[[Slot], SlotRecord]:

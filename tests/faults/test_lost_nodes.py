@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import pytest
 
 from tests.faults.elastic_job import start_agents
-from tests.faults.engine_job import Restored, Spec, Truth
+from tests.faults.engine_job import PauseAt, Restored, Spec, Truth
 from tests.faults.engine_points import Log
 from tests.faults.node_job import NODE_NUMEL, node_job
 from tests.support.nodes import MEMORY, Network, Node
@@ -25,7 +25,7 @@ def truth() -> Truth:
 
 def spec_of(run: str, log: Path, *, stop: int = STOP) -> Spec:
     """A job that saves all its steps into memory alone, but for the first."""
-    pauses: Mapping[int, Literal["over"]] = dict.fromkeys((1, 2, 3), "over")
+    pauses: Mapping[int, PauseAt] = dict.fromkeys((1, 2, 3), "over")
     return Spec(run, (MEMORY,), log, numel=NODE_NUMEL, stop=stop, durable_every=100, pauses=pauses, timeout_s=20)
 
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper import copies, daemon, protecting
+from holdfast.keeper import daemon, peer_memory, protecting
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.node_memory.generations import give_up_generation, protected_ids
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
@@ -28,7 +30,7 @@ from holdfast.node_memory.peering import (
     noted_port,
     peer_trouble,
 )
-from holdfast.node_memory.slots import Slot, SlotFile, SlotRecord, SlotState, copy_names
+from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import CopyKept, CopyWanted, OfferCopy
 from holdfast.run.history import Run
 from tests.keeper.test_keeper_promises import Later, looked
@@ -120,7 +122,7 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
 ) -> None:
     keepers = keepers_of(folders, stack)
     with monkeypatch.context() as patched:
-        patched.setattr(copies, "rooms", lambda _: [MemoryLimit(0, "a limit")])
+        patched.setattr(peer_memory, "rooms", lambda _: [MemoryLimit(0, "a limit")])
         until(lambda: look(*keepers) and "a limit leaves 0" in peer_trouble(folders[0]))
         assert not copy_names(folders[0])
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
@@ -132,13 +134,13 @@ def test_a_copy_that_was_being_received_when_its_keeper_died_is_free(
 ) -> None:
     contents = saved.slots[0].record.contents
     for state in (SlotState.WRITING, SlotState.STAGED):
-        with Slot.create(folders[1], rank=0, nbytes=saved.slots[0].nbytes, is_copy=True) as slot:
+        with Slot.create(folders[1], rank=0, nbytes=saved.slots[0].nbytes, kind=SlotKind.COPY) as slot:
             assert slot.take()
             slot.advance(SlotRecord(SlotState.WRITING, contents))
             if state == SlotState.STAGED:
                 slot.advance(SlotRecord(SlotState.STAGED, contents))
             name = slot.name
-        PeerCopies(folders[1], lambda _: None).close()
+        PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None)).close()
         with Slot(folders[1], name) as slot:
             assert slot.state == SlotState.FREE
 
@@ -223,7 +225,7 @@ def offer_of(slot: Slot) -> OfferCopy:
 
 
 def test_offers_that_no_keeper_makes_are_refused(saved: Saved, folders: list[NodeFolder], stack: ExitStack) -> None:
-    held = PeerCopies(folders[1], lambda _: None)
+    held = PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None))
     stack.callback(held.close)
     offer = offer_of(saved.slots[0])
     contents = offer.contents
@@ -245,7 +247,7 @@ def test_offers_that_no_keeper_makes_are_refused(saved: Saved, folders: list[Nod
 def test_a_second_offer_while_the_first_is_being_sent_is_declined(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack
 ) -> None:
-    held = PeerCopies(folders[1], lambda _: None)
+    held = PeerCopies(folders[1], PeerGenerations(folders[1], lambda _: None))
     stack.callback(held.close)
     offer = offer_of(saved.slots[0])
     first = held.offer(offer)
@@ -257,3 +259,31 @@ def test_a_second_offer_while_the_first_is_being_sent_is_declined(
     assert not isinstance(held.finish(first.token), CopyKept)
     assert not isinstance(held.finish(again.token), CopyKept)
     assert copy_in(folders[1], stack).state == SlotState.FREE
+
+
+def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepers = keepers_of(folders, stack)
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.3)
+    go_on = Event()
+    stack.callback(go_on.set)
+    offer = PeerCopies.offer
+    monkeypatch.setattr(PeerCopies, "offer", lambda self, each: (go_on.wait(30), offer(self, each))[1])
+    until(lambda: look(*keepers) and "takes it slowly" in peer_trouble(folders[0]))
+    go_on.set()
+    until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
+    until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
+    copy_in(folders[1], stack).remove()  # with the node that had it
+    forget_peers(folders[0])
+    forget_peers(folders[1])
+    until(lambda: look(*keepers))
+    meet(folders, keepers)
+    until(lambda: look(*keepers) and bool(copy_names(folders[1])) and all(protected_ids(folder) for folder in folders))

@@ -80,7 +80,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper seal error unseen
         "keeper/test_keeper_promises.py::test_what_cannot_be_sealed_is_given_up_and_said",
         "keeper/daemon.py",
-        "            if error is not None:\n                self._lose(self._slots[name], str(error))",
+        "            if error is not None and slot is not None:\n                self._lose(slot, str(error))",
         "",
     ),
     Mutation(  # keeper damaged slot stays
@@ -437,8 +437,8 @@ KEEPER_MUTATIONS = [
     Mutation(  # restore reads bad copy
         "checkpointer/test_local_disk.py::test_a_file_that_is_damaged_in_memory_is_read_from_the_disk",
         "checkpointer/choosing.py",
-        "if not is_bad and (here is None or each.tier.distance < here.tier.distance):",
-        "if here is None or each.tier.distance < here.tier.distance:",
+        "if is_nearer and not is_lost and not is_bad(self._bad, checkpoint_id, name, each.tier, node):",
+        "if is_nearer and not is_lost:",
     ),
     Mutation(  # keeper trusts disk
         "keeper/test_earlier_boots.py::test_what_was_hashed_and_did_not_reach_the_disk_is_given_up",

@@ -19,6 +19,7 @@ from holdfast.peers.peer_messages import (
     Damaged,
     Declined,
     Finish,
+    Get,
     GetRange,
     Noted,
     OfferCopy,
@@ -82,7 +83,8 @@ class StubKeeper:
         return self.sinks[-1]
 
     @contextmanager
-    def source(self, get: GetRange) -> Iterator[Region]:
+    def source(self, get: Get) -> Iterator[Region | Bytes]:
+        assert isinstance(get, GetRange)
         if self._path is None:
             raise StorageError("there is no such file.", code="storage.memory", action="Ask another node.")
         fd = os.open(self._path, os.O_RDONLY)

@@ -7,29 +7,41 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.format.records import Place
+from holdfast.node_memory.parity_records import GroupNode, ParityGroup, SlotDigests
 from holdfast.node_memory.slots import Contents, SlotFile
 from holdfast.peers.peer_messages import (
+    CheckHeld,
     CopyKept,
     CopyWanted,
     Damaged,
     Declined,
     Finish,
     GetRange,
+    GetSum,
     MarkProtected,
+    NodesFailed,
     Noted,
     NoteProtected,
     OfferCopy,
+    OfferParity,
+    ParityWanted,
     PeerMessage,
     PutGeneration,
     PutRange,
+    RebuildCopy,
     RequestRefused,
     Sent,
+    SumHop,
+    SumPart,
     decode_reply,
     decode_request,
     encode_message,
 )
 from tests.peers.stub_keeper import CHECKPOINT
 
+SLOT = SlotDigests(5, (SlotFile(6, 0, 4096, 8192),), ("a" * 32,))
+GROUP = ParityGroup((GroupNode("a", (SLOT,)), GroupNode("b", ())), 1)
+HOP = SumHop("127.0.0.1:9", 255, 10, 20, (SumPart(1, 2, 3),), 4, 5, 6)
 CONTENTS = Contents("f" * 32, CHECKPOINT, Place(2, 3), 700, 5, 4096, 10**9, second=SlotFile(6, 10**9, 4096, 8192))
 REQUESTS = (
     OfferCopy(CONTENTS, ("a" * 32, "b" * 64), 7),
@@ -39,6 +51,10 @@ REQUESTS = (
     GetRange(CHECKPOINT, 5, 0, 1),
     NoteProtected(CHECKPOINT, (1, 2, 3), 4),
     MarkProtected(CHECKPOINT),
+    OfferParity(CHECKPOINT, 3, (SLOT, SLOT)),
+    GetSum(CHECKPOINT, 20, (HOP, HOP)),
+    RebuildCopy(5, GROUP, (1,), ("127.0.0.1:9", ""), None),
+    CheckHeld(CHECKPOINT, (1, 2), 2),
 )
 REPLIES = (
     CopyWanted(5, True),
@@ -48,6 +64,8 @@ REPLIES = (
     Noted(),
     Sent(9),
     RequestRefused("?"),
+    ParityWanted(True),
+    NodesFailed((1, 2), "gone"),
 )
 
 
@@ -78,6 +96,12 @@ def test_a_reply_arrives_as_it_was_sent_and_is_no_request(reply: PeerMessage) ->
         ["NoteProtected", CHECKPOINT, [-1]],
         ["OfferCopy", msgspec.to_builtins(CONTENTS), ["a" * 32] * 3, 7],
         ["OfferCopy", msgspec.to_builtins(CONTENTS), ["not hex"], 7],
+        ["OfferParity", CHECKPOINT, 0, [[0, [], []]]],
+        ["GetSum", CHECKPOINT, 5, []],
+        ["GetSum", CHECKPOINT, 5, [["127.0.0.1:9", 256, 5, 5, [], 0, 0, 0]]],
+        ["GetSum", CHECKPOINT, 5, [["127.0.0.1:9", 0, 5, 5, [], 0, 0, 0]]],
+        ["GetSum", CHECKPOINT, 5, [["127.0.0.1:9", 1, 5, 5, [[-1, 0, 5]], 0, 0, 0]]],
+        ["RebuildCopy", 5, [[], 1], [-1], [], None],
         ["Unknown"],
         [],
         None,

@@ -152,6 +152,14 @@ def plan_result() -> Result:
     return Result("plan", (*parts, part("validation", [Sample("holdfast", 1, {"seconds": (0.25,)})], world=1)))
 
 
+def agreement_result(*, seconds: float = 0.75) -> Result:
+    keys = ("memory_s", "describe_s", "cpu_s", "players_cpu_s", "server_cpu_s", "requests")
+    values = {"seconds": (seconds,), "peak_extra_nbytes": (30 << 20,), **dict.fromkeys(keys, (0.25,))}
+    taken = [Sample("holdfast", number, values) for number in (WARM_UP, 1, 2)]
+    parts = (part(str(world), taken, title=f"{world:,}", world=world) for world in (64, 8960))
+    return Result("agreement", tuple(parts))
+
+
 def history_result() -> Result:
     keys = ("load_s", "save_s", "find_s", "ls_s", "ls_cpu_s", "doctor_s")
     taken = [Sample("holdfast", 1, {key: (number / 10,) for number, key in enumerate(keys, 1)})]
@@ -196,6 +204,13 @@ def parity_result(*, encode_s: float = 0.2) -> Result:
     return Result("parity", tuple(parts))
 
 
+def lost_nodes_result(*, choose_s: float = 0.5) -> Result:
+    """A choice after losses that takes `choose_s` on 2,048 nodes."""
+    taken = [Sample("holdfast", 1, {"decode_s": (0.25,), "choose_s": (choose_s,)})]
+    facts = {"num_files": 8_960, "messages_nbytes": 18_000_000}
+    return Result("lost-nodes", (part("2,048 nodes", taken, world=1, facts=facts),))
+
+
 def pacing_result(*, ours_s: float = 0.171) -> Result:
     """A loop whose steps take 0.17 s without copies, and `ours_s` beside copies that are paced."""
     saves = {"protected_s": (1.5, 1.4), "protected": (1.0, 1.0)}
@@ -218,6 +233,16 @@ def events_result() -> Result:
     taken = [Sample(name, 1, {"seconds": (0.05,)}) for name in names]
     facts = {"num_steps": 10_000, "num_saves": 500, "num_events": 7}
     return Result("events", (part("one-process", taken, facts=facts),))
+
+
+def peers_result(*, seconds: float = 1.1) -> Result:
+    """Copies of 1 GB, for which a plain copy takes a second and half a second more in another way."""
+    taken = [
+        Sample(name, number, {"seconds": (each,), "cpu_s": (0.4,)})
+        for number in (WARM_UP, 1, 2, 3)
+        for name, each in ((f"{RAW} 1 MiB a call", 1.5), (f"{RAW} 16 MiB a call", 1.0), (OURS, seconds))
+    ]
+    return Result("peers", (part("put", taken, state=StateSize(10**9), facts={"streams": 4}),))
 
 
 def objects_result() -> Result:

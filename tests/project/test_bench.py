@@ -20,11 +20,13 @@ from torch.multiprocessing.spawn import start_processes
 import tests.support.ranks  # noqa: F401 - its fork server has torch
 from bench import runner
 from bench.__main__ import BENCHMARKS, CHART, NAMES, PLANNING, README, TABLES, documents, measure, publish
+from bench.agreement import AGREEMENT
 from bench.benchmark import RESULTS, Options, chosen, require_bars, require_raw_limit
 from bench.contenders import LATER, MANY
 from bench.costs import Watch
+from bench.emulated_nodes import NODES
 from bench.front import render_chart, render_front
-from bench.lost_nodes import NODES as LOST_NODES
+from bench.lost_nodes import LOST_NODES
 from bench.markdown import markers, replace_part, text
 from bench.markdown import table as lines_of
 from bench.pacing import PACING
@@ -34,12 +36,13 @@ from bench.prune import PRUNE
 from bench.raw import RAW_WAYS, RawImage, RawWay
 from bench.runner import messages, require_same
 from bench.save_load import IO, MEASURES
-from bench.schema import RAW, WARM_UP, BenchError, Result, paired_ratios, read_result, rotated, write_result
+from bench.schema import OURS, RAW, WARM_UP, BenchError, Result, paired_ratios, read_result, rotated, write_result
 from bench.small import SAVES as SMALL_SAVES
 from bench.small import SMALL
 from bench.state import parameter_shapes, width_for
 from tests.project.bench_results import (
     SECONDS,
+    agreement_result,
     data_result,
     engine_result,
     events_result,
@@ -48,11 +51,13 @@ from tests.project.bench_results import (
     io_result,
     load_part,
     load_result,
+    lost_nodes_result,
     nodes_result,
     objects_result,
     pacing_result,
     parity_result,
     part,
+    peers_result,
     plan_result,
     prune_result,
     sample,
@@ -74,6 +79,7 @@ FOUND = {
         small_result(),
         view_result(),
         plan_result(),
+        agreement_result(),
         history_result(),
         step_result(),
         prune_result(),
@@ -82,12 +88,22 @@ FOUND = {
         objects_result(),
         parity_result(),
         nodes_result(),
+        lost_nodes_result(),
+        peers_result(),
         pacing_result(),
     )
 }
 
 
 # Statistics
+
+
+def test_an_agreement_is_judged_in_the_largest_world_by_its_time_and_its_memory() -> None:
+    assert {what: bar.met for what, bar in AGREEMENT.judged(agreement_result(seconds=1.25)).items()} == {
+        "agreement of a save": False,
+        "memory of the coordinator": True,
+    }
+    assert "| 8,960 | 0.75 | 0.25 | 0.25 | 0.75 | 0.25 | 0.25 | 0.25 | 0 | 30 |" in AGREEMENT.render(agreement_result())
 
 
 def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
@@ -100,8 +116,8 @@ def test_the_bar_of_deletions_is_the_delay_of_the_longest_step() -> None:
 
 
 def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_what_it_moves() -> None:
-    assert all(bar.met for bar in LOST_NODES.judged(nodes_result()).values())
-    slow = LOST_NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
+    assert all(bar.met for bar in NODES.judged(nodes_result()).values())
+    slow = NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
     assert {what: bar.met for what, bar in slow.items()} == {
         "protection, 2 nodes, of a plain copy": False,
         "memory beyond snapshots and copies, 2 nodes": True,
@@ -126,6 +142,12 @@ def test_parity_for_two_losses_may_be_made_at_half_the_speed_of_that_for_one() -
         "parity of 4+2, of memcpy": True,
     }
     assert "| 3+1 | 20.0 | 0.50 | 0.80 | - |" in PARITY.render(parity_result())
+
+
+def test_the_choice_after_losses_may_take_a_second() -> None:
+    assert all(bar.met for bar in LOST_NODES.judged(lost_nodes_result()).values())
+    assert not any(bar.met for bar in LOST_NODES.judged(lost_nodes_result(choose_s=1.25)).values())
+    assert "| 2,048 nodes | 8,960 | 18.0 | 0.25 | 0.50 |" in LOST_NODES.render(lost_nodes_result())
 
 
 def test_of_a_series_the_median_and_the_extremes_are_shown() -> None:
@@ -354,6 +376,21 @@ def test_a_run_of_small_tensors_leaves_a_result_that_its_table_can_be_made_from(
     assert (saves.scenario.state.num_tensors, saves.scenario.state.nbytes) == (20, 20 * 4 * 16 * 4)
     assert len(found.parts) == 3
     assert "| 20 tensors |" in SMALL.render(found)
+
+
+@pytest.mark.slow
+def test_a_run_of_agreements_counts_the_messages_of_real_channels(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    options = Options(scale=0.15, rounds=2, folder=tmp_path, memory=tmp_path / "memory")
+    measure(AGREEMENT, options, ["512", "2048"], tmp_path)
+    found = read_result("agreement", tmp_path)
+    assert [part.scenario.world for part in found.parts] == [77, 307]
+    for each in found.parts:
+        assert [sample.round for sample in each.samples] == [WARM_UP, 1, 2]
+        assert each.median(OURS, "requests") < 200
+        assert each.median(OURS) >= each.median(OURS, "memory_s") > 0
+    assert not AGREEMENT.judged(found)
+    assert not list((tmp_path / "memory").iterdir())
 
 
 # Result file and table

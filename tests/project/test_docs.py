@@ -109,7 +109,8 @@ def test_the_eight_lines_of_the_readme_train_stop_and_go_on(
 #: A row of a table of docs/reference.md: argument, type, default.
 ARGUMENT = re.compile(r"^\| `(.+?)` \| (?:`(.+?)`)? *\| (?:`(.+?)`|-)? *\| .*\|$", re.MULTILINE)
 ALL = (
-    *("Bandwidths", "Checkpointer", "Copies", "Memory", "PerRank", "Piecewise", "Still", "load", "open", "plan_load"),
+    *("Bandwidths", "Checkpointer", "Copies", "Memory", "Parity", "PerRank", "Piecewise", "Still"),
+    *("load", "open", "plan_load"),
     *("KeepBest", "KeepEvery", "KeepFor", "KeepLast", "StopAfter", "ls", "pin", "unpin", "remove", "compact"),
     *("Auto", "EverySteps", "EveryTime", "OnMetric", "OnPreemption", "OnRequest", "request_save"),
     *("inference.HTTPEngineClient", "inference.InferenceWorker", "inference.ModuleEngine", "inference.Publisher"),

@@ -234,8 +234,14 @@ def test_a_rack_with_more_than_half_of_the_nodes_is_refused() -> None:
 
 
 def test_nodes_that_give_unlike_numbers_of_domains_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"host-0 gives \['a'\] .* host-1 gives \['a', 'b'\]"):
-        place_copies(cards(2, domains=[("a",), ("a", "b")]), 1)
+    with pytest.raises(ConfigurationError, match="host-0 gives none as its failure domains"):
+        place_copies(cards(2, domains=[(), ("rack-7",)]), 1)
+
+
+def test_domains_are_named_in_the_order_in_which_users_give_them() -> None:
+    with pytest.raises(ConfigurationError, match=r"gives 'rack-7' .* host-1 gives 'block-2/rack-7'") as caught:
+        place_copies(cards(2, domains=[("rack-7",), ("rack-7", "block-2")]), 1)
+    assert "such as block-2/rack-7" in str(caught.value)
 
 
 def test_a_job_smaller_than_the_usual_group_shares_parity_among_all_nodes() -> None:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.protection.chains import LostRange, RebuildChain, rebuild_chains, whole_line
 from holdfast.protection.erasure import STRIP_NBYTES
+from holdfast.protection.footprint import footprint
+from holdfast.protection.policies import Parity
 from holdfast.protection.stripes import FileRange, LineFile, NodeLine, Striping
 from tests.protection.parity_cluster import HEADER_NBYTES, ParityCluster
 
@@ -158,6 +160,20 @@ def test_survivors_send_and_receive_alike(num_nodes: int, losses: int) -> None:
     assert max(received.values()) - min(received.values()) <= 2 * segment
 
 
+@pytest.mark.parametrize("policy", [Parity(1), Parity(2), Parity(1, group=8), Parity(2, group=8)])
+def test_stripes_cost_what_the_footprint_of_the_policy_says(policy: Parity) -> None:
+    """But for the blocks at which lines are cut."""
+    num_nodes, nbytes = policy.group_size(8), 8 << 30
+    expected = footprint(policy, num_nodes=num_nodes, nbytes=nbytes, generations=1)
+    striping = even_stripes(num_nodes, policy.losses, nbytes)
+    sent, received = loads(rebuild_chains(striping, ["node1"], whole_line(striping, "node1", "new")))
+    blocks = 2 * num_nodes * BLOCK_NBYTES
+    assert abs(nbytes + striping.held_nbytes("node0") - expected.memory_nbytes) <= blocks
+    assert sum(share.nbytes for share in striping.shares("node0")) == expected.sent_nbytes
+    assert abs(sum(sent.values()) - expected.rebuilt_nbytes) <= num_nodes * blocks
+    assert abs(max([*sent.values(), *received.values()]) - expected.link_nbytes) <= blocks
+
+
 def test_a_survivor_that_wants_the_bytes_is_the_last_of_each_chain_and_sends_nothing() -> None:
     striping = even_stripes(6, 2, 64 << 20)
     chains = rebuild_chains(striping, ["node3"], whole_line(striping, "node3", "node1"))
@@ -199,6 +215,13 @@ def test_more_losses_than_parity_covers_are_refused_with_the_nodes() -> None:
     cluster = even(4, 1, 1000)
     with pytest.raises(ValueError, match="node0, node2 are lost, but the parity of their group covers 1"):
         rebuild_chains(cluster.striping, ["node0", "node2"], whole_line(cluster.striping, "node0", "new"))
+
+
+def test_nodes_that_are_not_lost_have_nothing_to_rebuild() -> None:
+    striping = even_stripes(4, 1, 1000)
+    for owner in ("node1", "another"):
+        with pytest.raises(ValueError, match=f"node {owner} is not lost"):
+            rebuild_chains(striping, ["node0", "another"], [LostRange(owner, FileRange(1, 0, 10), "new")])
 
 
 def test_a_range_that_the_owner_does_not_have_is_refused() -> None:

@@ -33,6 +33,18 @@ def children_inside(init: int | None) -> Iterator[None]:
             _set(outside)
 
 
+@contextmanager
+def in_network_of(pid: int) -> Iterator[None]:
+    """Within the block, this thread is in the network of the process `pid`: sockets that it makes there stay there."""
+    with ExitStack() as stack:
+        theirs, own = (stack.enter_context(_opened(each, "net")) for each in (pid, os.getpid()))
+        _set(theirs)
+        try:
+            yield
+        finally:
+            _set(own)
+
+
 def enter(init: int) -> None:
     """Bring this process, which has one thread, to the network, the host name and the mounts of the process `init`."""
     folder = Path.cwd()

@@ -24,15 +24,14 @@ class Tier(Enum):
     NODE_DISK = "node disk"
     STORAGE = "storage"
 
+    def __init__(self, _: str) -> None:
+        #: Its number in the order of distances.
+        self.distance = len(type(self).__members__)
+
     @property
     def is_prompt(self) -> bool:
         """Whether reads of this tier wait for nothing. (Live memory may be that of an accelerator.)"""
         return self in (Tier.NODE_MEMORY, Tier.PEER_MEMORY)
-
-    @property
-    def distance(self) -> int:
-        """Its number in the order of distances."""
-        return list(Tier).index(self)
 
 
 #: The holder of a copy that every rank can read.

@@ -9,6 +9,7 @@ those that somebody gave up or removed.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -17,6 +18,7 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
+from holdfast.checkpointer.rebuild_plan import HeldRow, LostSlots, NodeShare, Rebuild, plan_rebuild
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -24,12 +26,16 @@ from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
-from holdfast.node_memory.generations import Generation, read_generation
+from holdfast.node_memory.generations import Generation, encode_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
+from holdfast.recovery.source_plan import FileSource, LostFile, plan_sources
 from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
+
+#: Size of the secret that keepers prove to each other while they rebuild a checkpoint.
+_SECRET_NBYTES: Final = 32
 
 _log = logging.getLogger(__name__)
 #: The tiers of nodes, as reports name them.
@@ -64,20 +70,40 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DamagedCopy(NamedTuple):
-    """A copy of file `name` of a checkpoint that a restore has found damaged in a tier."""
+    """A copy of file `name` of a checkpoint that a restore has found damaged in a tier, on the node of the rank
+    `reader` (`EVERY_RANK`: on some node)."""
 
     checkpoint_id: str
     name: str
     tier: NodeTier
+    reader: int
+
+
+class BadCopy(NamedTuple):
+    """A copy of file `name` of a checkpoint that no rank of `node` reads ("": of any node), because it is damaged."""
+
+    checkpoint_id: str
+    name: str
+    tier: NodeTier
+    node: str
+
+
+class FailedNode(NamedTuple):
+    """A node whose own slots and parity of a checkpoint cannot be used: this restore has found damage there, or had no
+    answer."""
+
+    checkpoint_id: str
+    node: str
 
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """The whole data files that a rank finds on its `node` and whose manifests the node has; and whether any trainer is
-    filling a slot."""
+    """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
+    whether any trainer is filling a slot."""
 
     node: str
     held: tuple[HeldFile, ...]
     is_filling: bool
+    rows: tuple[HeldRow, ...] = ()
 
 
 class Clearing(NamedTuple):
@@ -102,9 +128,10 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
     (empty: every rank can read all files). No node has the files `in_run`: these are read from storage. Of the files
     `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in other tiers of
-    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest of the nearest
-    copies. `manifest` is for nodes that hold no file of the checkpoint and so lack its manifest; empty if there is no
-    such node. With `is_all`, storage has no checkpoint of the run yet.
+    nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest that files
+    are read from, and `bad` are the copies that nobody reads. `manifest` is for nodes that hold no file of the
+    checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the
+    run yet. With `rebuild`, files of it have to be rebuilt first, and then the ranks choose again.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -125,6 +152,8 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     copied: tuple[int, ...] = ()
     has_more: bool = False
     tier: Tier = "node memory"
+    rebuild: Rebuild | None = None
+    bad: tuple[BadCopy, ...] = ()
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -133,8 +162,10 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     senders: dict[str, int]
 
 
-def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = ()) -> Inventory:
-    """The inventory of this node's `slots`, and of the `parts` of checkpoints on its disks."""
+def inventory(
+    folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = (), rows: Iterable[HeldRow] = ()
+) -> Inventory:
+    """The inventory of this node's `slots`, of the `parts` of checkpoints on its disks, and of its `rows` of parity."""
     # First, because a slot that a trainer is just filling may be complete a moment later.
     is_filling = any(slot.state == SlotState.WRITING and not slot.is_copy and not _is_of_dead(slot) for slot in slots)
     held = []
@@ -165,7 +196,7 @@ def inventory(folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPar
     has_trainers = has_any_trainer(folder)
     for part in parts:
         held += _held_on_disk(part, has_trainers=has_trainers)
-    return Inventory(folder.identity(), tuple(held), is_filling)
+    return Inventory(folder.identity(), tuple(held), is_filling, tuple(rows))
 
 
 def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
@@ -220,50 +251,74 @@ class _Copy(NamedTuple):
 
 class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
-    the nearest copy there; no node if the run has it."""
+    the nearest copy there, and its source; no node and no source if the run has it, or if it is one of the `lost` ones,
+    which can be rebuilt."""
 
     stored: StoredManifest
     seals: Sequence[FileSeal]
     files: Sequence[Mapping[str, _Copy]]
+    sources: Sequence[FileSource | None]
+    lost: tuple[LostSlots, ...] = ()
 
     @property
     def tier(self) -> Tier:
         """The farthest tier that a file is read from. Files that no node has came to the run from a disk."""
-        tiers = {_nearest(holders)[1].tier if holders else NodeTier.NODE_DISK for holders in self.files}
+        tiers = {NodeTier.NODE_DISK if source is None else source.tier for source in self.sources}
         return _TIERS[max(tiers, key=lambda tier: tier.distance)]
 
     @property
     def copied(self) -> tuple[int, ...]:
         """The numbers of the files of which only copies on other nodes than their owners' are left."""
+        tiers = [{copy.tier for copy in holders.values()} for holders in self.files]
         return tuple(
             number
-            for number, holders in enumerate(self.files)
-            if holders and _nearest(holders)[1].tier is NodeTier.PEER_MEMORY
+            for number, found in enumerate(tiers)
+            if NodeTier.PEER_MEMORY in found and NodeTier.NODE_MEMORY not in found
         )
 
 
 class Survey:
     """Rank 0's view of the memory and disks of all nodes; with `clearing`, to make room for saves. `damaged` are the
     places of the checkpoints that this restore has found damaged there: it chooses one that is older than all of them.
-    Of the copies in `bad` it uses none, but others of the same file."""
+    Of the copies in `bad` it uses none, but others of the same file, and nothing that is of `failed` nodes
+    themselves."""
 
     def __init__(
         self,
         clearing: Clearing | None = None,
         damaged: Collection[Place] = (),
         bad: Collection[DamagedCopy] = (),
+        failed: Collection[FailedNode] = (),
     ) -> None:
         self._clearing = clearing
         self._damaged = damaged
-        self._bad = bad
+        self._found_bad = bad
+        self._bad: frozenset[BadCopy] = frozenset()
+        self._failed = failed
         self._inventories: Sequence[Inventory] = ()
+        self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories = inventories
+        self._inventories, self._held = inventories, {}
+        self._bad = frozenset(
+            BadCopy(
+                each.checkpoint_id,
+                each.name,
+                each.tier,
+                "" if each.reader == EVERY_RANK else inventories[each.reader].node,
+            )
+            for each in self._found_bad
+        )
+        told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
+            if told.get(found.node) == found.held:  # most ranks of a node tell the same
+                continue
+            told[found.node] = found.held
+            for each in found.held:
+                self._held.setdefault(each.checkpoint_id, []).append((found.node, each))
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
                 try:
                     self._generations[checkpoint_id] = generation_of(folder, parts, checkpoint_id)
@@ -287,7 +342,7 @@ class Survey:
             run = Run.open(storage)
         except NotFoundError:
             return Chosen()
-        held = [each for inventory in self._inventories for each in inventory.held]
+        held = [each for held in self._held.values() for _, each in held]
         epoch, head = run.newest_epoch() or 0, run.head_place()
         foreign = _foreign(run, held)
         let_go = tuple(sorted(foreign))
@@ -300,11 +355,12 @@ class Survey:
         is_filling = any(inventory.is_filling for inventory in self._inventories)
         kept = {*committed, *tended}
         damaged = [each for each in places if places[each] in self._damaged and each not in kept]
+        spoilt = {*(each.checkpoint_id for each in self._bad), *(each.checkpoint_id for each in self._failed)}
         on_disk = {each.checkpoint_id for each in held if each.on_disk}
         for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
-            if whole is None and any(each.checkpoint_id == checkpoint_id for each in self._bad):
+            if whole is None and checkpoint_id in spoilt:
                 damaged += [] if checkpoint_id in kept else [checkpoint_id]
                 continue
             if whole is None:
@@ -323,17 +379,18 @@ class Survey:
                     b"" if self._all_know(whole.files) else whole.stored.data,
                     epoch,
                     whole.stored.folder,
-                    _owners(self._inventories, whole.files),
+                    _owners(self._inventories, whole),
                     is_head,
                     is_all=head is None,
                     given_up=(*given_up, *damaged),
                     let_go=let_go,
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
                     copied=whole.copied,
-                    has_more=any(
-                        each.tier is not NodeTier.NODE_MEMORY for each in held if each.checkpoint_id == checkpoint_id
-                    ),
+                    has_more=self._has_parity(checkpoint_id)
+                    or any(each.tier is not NodeTier.NODE_MEMORY for _, each in self._held[checkpoint_id]),
                     tier=whole.tier,
+                    rebuild=self._rebuild(checkpoint_id, whole),
+                    bad=tuple(sorted(self._bad, key=str)),
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
@@ -362,32 +419,70 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                seals = self._seals(run, generation.place, stored, files)
+                sources = plan_sources([_lost_file(holders) for holders in files])
+                lost: tuple[LostSlots, ...] = ()
+                seals = self._seals(run, generation.place, stored, files, sources)
+                if seals is None and not run.is_removed(generation.place):
+                    lost = self._lost(checkpoint_id, files)
+                    seals = _rebuilt_seals(manifest.file_names, files, lost) if lost else None
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _WholeCheckpoint(stored, seals, files)
+                    return _WholeCheckpoint(stored, seals, files, sources, lost)
         return None
+
+    def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing; none if that cannot be done."""
+        own: dict[str, dict[int, str]] = {}
+        for number, holders in enumerate(files):
+            for node, copy in holders.items():
+                if copy.tier is NodeTier.NODE_MEMORY:
+                    own.setdefault(node, {})[number] = copy.seal.digest
+        shares: dict[str, NodeShare] = {}
+        for rank, inventory in enumerate(self._inventories):
+            node = inventory.node
+            if FailedNode(checkpoint_id, node) in self._failed:
+                continue
+            rows = [each.record for each in inventory.rows if each.checkpoint_id == checkpoint_id]
+            ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
+            shares[node] = NodeShare(ranks, own.get(node, {}), rows)
+        missing = [number for number, holders in enumerate(files) if not holders]
+        return plan_rebuild(missing, shares) or ()
+
+    def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
+        """What has to be done before a checkpoint can be read."""
+        if not whole.lost:
+            return None
+        run_id = whole.stored.manifest.body.run_id
+        generation = encode_generation(self._generations[checkpoint_id])
+        return Rebuild(run_id, generation, secrets.token_bytes(_SECRET_NBYTES), whole.lost)
+
+    def _has_parity(self, checkpoint_id: str) -> bool:
+        return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)
 
     def _files(self, checkpoint_id: str, names: Sequence[str]) -> list[dict[str, _Copy]]:
         """For each data file, the nodes that hold it, with the nearest copy there that is not known to be bad."""
         files: list[dict[str, _Copy]] = [{} for _ in names]
-        for inventory in self._inventories:
-            for each in inventory.held:
-                if each.checkpoint_id != checkpoint_id:
-                    continue
-                name, here = names[each.file], files[each.file].get(inventory.node)
-                is_bad = DamagedCopy(checkpoint_id, name, each.tier) in self._bad
-                if not is_bad and (here is None or each.tier.distance < here.tier.distance):
-                    files[each.file][inventory.node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
+        for node, each in self._held[checkpoint_id]:
+            name, here = names[each.file], files[each.file].get(node)
+            is_lost = each.tier is NodeTier.NODE_MEMORY and FailedNode(checkpoint_id, node) in self._failed
+            is_nearer = here is None or each.tier.distance < here.tier.distance
+            if is_nearer and not is_lost and not is_bad(self._bad, checkpoint_id, name, each.tier, node):
+                files[each.file][node] = _Copy(FileSeal(name, each.nbytes, each.digest), each.tier)
         return files
 
     def _seals(
-        self, run: Run, place: Place, stored: StoredManifest, files: Sequence[Mapping[str, _Copy]]
+        self,
+        run: Run,
+        place: Place,
+        stored: StoredManifest,
+        files: Sequence[Mapping[str, _Copy]],
+        sources: Sequence[FileSource | None],
     ) -> Sequence[FileSeal] | None:
         """The seals of the files of the checkpoint at `place`. Where disks have parts of it, the run may have the files
         that no node has: all of them, if it is committed, and some that were brought there before a disk was lost. None
         where a file is nowhere."""
-        if all(files):
-            return [_nearest(holders)[1].seal for holders in files]
+        held = {number: files[number][source.node].seal for number, source in enumerate(sources) if source is not None}
+        if len(held) == len(files):
+            return list(held.values())
         if run.is_removed(place) or not any(
             copy.tier is NodeTier.NODE_DISK for holders in files for copy in holders.values()
         ):
@@ -398,14 +493,35 @@ class Survey:
         layouts = Files(stored.manifest)
         with suppress(NotFoundError):
             return [
-                _nearest(holders)[1].seal if holders else check_file(run.storage, stored, layouts.layout(number))
-                for number, holders in enumerate(files)
+                held[number] if number in held else check_file(run.storage, stored, layouts.layout(number))
+                for number in range(len(files))
             ]
         return None
 
     def _all_know(self, files: Sequence[Mapping[str, object]]) -> bool:
         """Whether each node holds at least one of a checkpoint's `files`, and so has its manifest."""
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
+
+
+def _rebuilt_seals(
+    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], lost: Iterable[LostSlots]
+) -> list[FileSeal]:
+    """The seals of files, of which those that no node holds are in `lost` slots."""
+    rebuilt = {
+        part.file: FileSeal(names[part.file], part.nbytes, digest)
+        for each in lost
+        for found in each.slots
+        for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
+    }
+    return [
+        min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]
+        for number, holders in enumerate(files)
+    ]
+
+
+def is_bad(bad: Collection[BadCopy], checkpoint_id: str, name: str, tier: NodeTier, node: str) -> bool:
+    """Whether a copy of a file on a node is one of the `bad` ones."""
+    return bool(bad) and any(BadCopy(checkpoint_id, name, tier, each) in bad for each in (node, ""))
 
 
 def _foreign(run: Run, held: Sequence[HeldFile]) -> dict[str, HeldFile]:
@@ -452,21 +568,22 @@ def _warn_of(run: Run, foreign: Iterable[HeldFile]) -> None:
         )
 
 
-def _nearest(holders: Mapping[str, _Copy]) -> tuple[str, _Copy]:
-    """A node that holds a file, and its copy there: one in the nearest tier of all nodes."""
-    return min(holders.items(), key=lambda held: held[1].tier.distance)
+def _lost_file(holders: Mapping[str, _Copy]) -> LostFile:
+    """A file in the form of the plan of sources."""
+    nbytes = max((copy.seal.nbytes for copy in holders.values()), default=0)
+    return LostFile(nbytes, {node: copy.tier for node, copy in holders.items()})
 
 
-def _owners(inventories: Sequence[Inventory], files: Sequence[Mapping[str, _Copy]]) -> tuple[int, ...]:
-    """For each file, a rank that can read it; the ranks of a node take turns. Every rank can read those that storage
-    has. Empty if all nodes have all others."""
+def _owners(inventories: Sequence[Inventory], whole: _WholeCheckpoint) -> tuple[int, ...]:
+    """For each file, a rank of the node that is its source; the ranks of a node take turns. Every rank can read those
+    that storage has. Empty if all nodes have all others."""
     nodes: dict[str, list[int]] = {}
     for number, inventory in enumerate(inventories):
         nodes.setdefault(inventory.node, []).append(number)
-    if all(nodes.keys() <= holders.keys() for holders in files if holders):
+    if all(nodes.keys() <= holders.keys() for holders in whole.files if holders):
         return ()
     owners = []
-    for index, holders in enumerate(files):
-        ranks = nodes[_nearest(holders)[0]] if holders else [EVERY_RANK]
+    for index, source in enumerate(whole.sources):
+        ranks = [EVERY_RANK] if source is None else nodes[source.node]
         owners.append(ranks[index % len(ranks)])
     return tuple(owners)

@@ -1,7 +1,8 @@
 """The wait for the commit of a checkpoint that was restored from memory before it was committed.
 
 The next save continues from that checkpoint, so it waits for the commit. The wait also ends when the commit can never
-come: another job has opened a newer epoch, or somebody gave the checkpoint up or removed it.
+come: another job has opened a newer epoch, somebody gave the checkpoint up or removed it, or a later one, whose last
+files came to storage after the restore had looked there, was committed first.
 """
 
 from __future__ import annotations
@@ -84,4 +85,8 @@ class CommitWait:
             if not JOB.has_opened(run, newest):
                 run.check_fence(self.restored.epoch)
             return "never"
-        return "awaited" if can_commit(run, place, self.restored.folder) else "never"
+        if not can_commit(run, place, self.restored.folder):
+            return "never"
+        head = run.head_place()
+        # Keepers free what is older than a committed one, if it was for memory alone.
+        return "never" if head is not None and place < head else "awaited"

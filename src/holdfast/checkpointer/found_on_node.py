@@ -12,7 +12,8 @@ import numpy as np
 
 from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.choosing import Chosen, DamagedCopy, Inventory, generation_of
+from holdfast.checkpointer.choosing import Chosen, Inventory, generation_of, is_bad
+from holdfast.checkpointer.rebuild_plan import HeldRow
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -20,9 +21,10 @@ from holdfast.format.records import Seal
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.persist import data_file
 from holdfast.node_disk.disk_folder import DiskPart, parts_on_disks
-from holdfast.node_memory.generations import give_up_generation
+from holdfast.node_memory.generations import give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, copy_names, slot_names
+from holdfast.node_memory.parity_records import record_of
+from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, copy_names, parity_names, slot_names
 from holdfast.store.base import Location
 from holdfast.store.memory import FilesInMemory, MemoryFile
 from holdfast.store.urls import text_of
@@ -71,6 +73,18 @@ def sealed_slots(folder: NodeFolder, run: Location, *, timeout_s: float) -> Iter
         yield slots
 
 
+def held_rows(folder: NodeFolder) -> list[HeldRow]:
+    """The complete rows of parity on the node, of checkpoints whose manifests it has."""
+    rows = []
+    for name in parity_names(folder):
+        with suppress(FileNotFoundError, CorruptError), Slot(folder, name) as slot:
+            contents = slot.record.contents
+            if contents is not None and slot.state == SlotState.HELD:
+                read_generation(folder, contents.checkpoint_id)
+                rows.append(HeldRow(contents.checkpoint_id, record_of(slot)))
+    return rows
+
+
 def let_go(found: FoundOnNode, checkpoint_ids: Collection[str]) -> None:
     """Remove the slots of checkpoints of another history, and tell the keeper to free those that it owns, and to remove
     the parts on disks."""
@@ -85,14 +99,12 @@ def let_go(found: FoundOnNode, checkpoint_ids: Collection[str]) -> None:
                 slot.remove()  # the other ranks of this node do the same
 
 
-def copies_of(
-    found: FoundOnNode, seal: Seal, chosen: Chosen, bad: Collection[DamagedCopy]
-) -> dict[str, tuple[FileCopy, ...]]:
-    """The copies of the `chosen` checkpoint's files on the nodes, the nearest first, but for the `bad` ones. This rank
+def copies_of(found: FoundOnNode, seal: Seal, chosen: Chosen) -> dict[str, tuple[FileCopy, ...]]:
+    """The copies of the `chosen` checkpoint's files on the nodes, the nearest first, but for the bad ones. This rank
     can read those of its own node."""
     memory = FilesInMemory(str(found.folder.path))
     prefix = records.checkpoint_key(chosen.folder, "")
-    part = found.parts.get(seal.checkpoint_id)
+    part, node = found.parts.get(seal.checkpoint_id), found.inventory.node
     manifest = chosen.manifest or _manifest(found, seal)
     files = {fmt.NAME: (NodeTier.NODE_MEMORY, np.frombuffer(manifest, np.uint8))}
     for slot in sorted(found.slots, key=lambda slot: slot.is_copy):
@@ -100,7 +112,7 @@ def copies_of(
         if contents is not None and contents.checkpoint_id == seal.checkpoint_id and slot.record.state in WHOLE:
             for each in contents.files:
                 name = seal.files[each.file].name
-                if DamagedCopy(seal.checkpoint_id, name, tier) not in bad:
+                if not is_bad(chosen.bad, seal.checkpoint_id, name, tier, node):
                     files.setdefault(name, (tier, data_file(slot, each)))
     for name, (_, data) in files.items():
         memory.add(prefix + name, MemoryFile(data, path=memory.path(prefix + name)))
@@ -115,8 +127,8 @@ def copies_of(
         tier = files[name][0] if name in files else far.get(name, NodeTier.NODE_MEMORY)
         in_memory = FileCopy(memory, prefix + name, tier, holder)
         copies = [in_memory] if name in files else []
-        is_bad = DamagedCopy(seal.checkpoint_id, name, NodeTier.NODE_DISK) in bad
-        if part is not None and name in on_disk and not is_bad:
+        is_damaged = is_bad(chosen.bad, seal.checkpoint_id, name, NodeTier.NODE_DISK, node)
+        if part is not None and name in on_disk and not is_damaged:
             copies.append(FileCopy(part.store, part.key(name), NodeTier.NODE_DISK, holder))
         near[name] = tuple(copies) or (in_memory,)  # else the rank of another node alone can read it
     return near

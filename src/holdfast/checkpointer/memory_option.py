@@ -15,7 +15,7 @@ from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
 from holdfast.node_memory.peering import MIN_PROTECT_BYTES_PER_S, PaceMode, PacingRules
 from holdfast.node_memory.turns import dir_in_turn
 from holdfast.options import check_flag, check_positive, checked_number
-from holdfast.protection.policies import Copies
+from holdfast.protection.policies import Copies, Parity
 from holdfast.run.session import Takeover
 from holdfast.store.base import Location
 from holdfast.store.urls import absolute
@@ -28,10 +28,12 @@ class Memory:
     or as text.
 
     With ``protect=Copies(n)``, keepers send each snapshot to the memory of `n` other nodes, so that the newest one
-    survives the loss of nodes. Where that cannot be done, training goes on with a warning, or with `require_protection`
-    the first save raises ``config.protection``. `domain` names the failure domains in which this node lies, the largest
-    first, such as ``"block-2/rack-7"``; a `Path` is that of a file with that text, and None means the variable
-    ``HOLDFAST_DOMAIN`` of the environment. Copies lie in other domains than their owner.
+    survives the loss of nodes. With ``protect=Parity(losses)``, groups of nodes keep parity instead, which takes less
+    memory, and a restore rebuilds what was lost. Where that cannot be done, training goes on with a warning, or with
+    `require_protection` the first save raises ``config.protection``. `domain` names the failure domains in which this
+    node lies, the largest first, such as ``"block-2/rack-7"``; a `Path` is that of a file with that text, and None
+    means the variable ``HOLDFAST_DOMAIN`` of the environment. Copies lie in other domains than their owner, and no
+    domain has more nodes of a group than may be lost.
 
     Copies go through the network of the nodes in pieces of 2 ms, while training leaves it idle: with ``"auto"`` where
     keepers have seen that training uses it, with ``"idle"`` always, with ``"none"`` never. Training that leaves it no
@@ -40,7 +42,7 @@ class Memory:
 
     generations: int = 2
     node_dir: Path = DEFAULT_NODE_DIR
-    protect: Copies | None = None
+    protect: Copies | Parity | None = None
     require_protection: bool = False
     domain: str | Path | None = None
     protect_pace: Literal["auto", "idle", "none"] = "auto"
@@ -48,8 +50,8 @@ class Memory:
 
     def __post_init__(self) -> None:
         protect: object = self.protect
-        if not isinstance(protect, Copies | None):
-            raise TypeError(f"protect is holdfast.Copies(n) or None, not {protect!r}")
+        if not isinstance(protect, Copies | Parity | None):
+            raise TypeError(f"protect is holdfast.Copies(n), holdfast.Parity(losses) or None, not {protect!r}")
         check_flag("require_protection", self.require_protection)
         if self.require_protection and protect is None:
             raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")

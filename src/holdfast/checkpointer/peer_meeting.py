@@ -1,8 +1,8 @@
 """How the ranks of a job make the keepers of their nodes known to each other, so that these protect snapshots.
 
-All ranks send the card of their node; rank 0 places the copies and gives a secret to all. Each rank tells its keeper
-the secret, and waits until the keeper listens. Then all send its address, and get the table of all. Nothing else than
-that passes through the job's store: keepers do the rest, and outlive the job.
+All ranks send the card of their node; rank 0 places the copies or the parity, and gives a secret to all. Each rank
+tells its keeper the secret, and waits until the keeper listens. Then all send its address, and get the table of all.
+Nothing else than that passes through the job's store: keepers do the rest, and outlive the job.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.peering import (
     PacingRules,
+    ParityTable,
     PeerNode,
     PeerSecret,
     PeerTable,
@@ -35,8 +36,8 @@ from holdfast.node_memory.peering import (
 )
 from holdfast.phases import attempt
 from holdfast.protection.cards import NodeCard
-from holdfast.protection.placement import place_copies
-from holdfast.protection.policies import Copies
+from holdfast.protection.placement import place_copies, place_parity
+from holdfast.protection.policies import Copies, Parity
 
 #: The variable of the environment that names the failure domains of a node.
 DOMAIN_VARIABLE: Final = "HOLDFAST_DOMAIN"
@@ -54,7 +55,7 @@ class ProtectionRules:
     """The wishes of a user: the policy, the failure domain of this node (a name, or the path of a file that has it),
     whether training may go on without protection, and the pace of copies. Rank 0's pace holds for all nodes."""
 
-    policy: Copies
+    policy: Copies | Parity
     domain: str | Path | None = None
     is_required: bool = False
     pacing: PacingRules = field(default_factory=PacingRules)
@@ -62,14 +63,15 @@ class ProtectionRules:
 
 class _PlacedNodes(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0's answer to the cards: the secret, and for each node, in the order of its first rank, the nodes that keep
-    its copies."""
+    its copies; or which nodes keep parity."""
 
     secret: bytes
     identities: tuple[str, ...]
     targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None
 
 
-class _Reached(msgspec.Struct, frozen=True, array_like=True):
+class ReachedKeeper(msgspec.Struct, frozen=True, array_like=True):
     """The address of the keeper of a rank's node."""
 
     identity: str
@@ -121,26 +123,52 @@ class PeerMeeting:
 
         def place(cards: Sequence[NodeCard]) -> _PlacedNodes:
             nodes = merged(cards)
-            found = place_copies(nodes, self.rules.policy.n)
-            for note in found.notes:
+            targets, parity, notes = _placed(nodes, self.rules.policy)
+            for note in notes:
                 _log.warning("protected memory: %s", note)
-            return _PlacedNodes(self._secret, tuple(each.identity for each in nodes), found.holders)
+            return _PlacedNodes(self._secret, tuple(each.identity for each in nodes), targets, parity)
 
-        def listen() -> _Reached:
-            with unusable_memory(folder.path):
-                note_secret(folder, PeerSecret(placed.secret, own_host()))
-                return _Reached(folder.identity(), _await_address(folder, placed.secret))
+        def listen() -> ReachedKeeper:
+            return reached(folder, placed.secret)
 
-        def table(reached: Sequence[_Reached]) -> PeerTable:
+        def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
-            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, self.rules.pacing)
+            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity, self.rules.pacing)
 
         placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
-        found = channel.exchange("keepers", attempt(listen), table, deadline, takes=_Reached, gives=PeerTable)
+        found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)
         own = placed.identities.index(folder.identity())
         with unusable_memory(folder.path):
             note_table(folder, msgspec.structs.replace(found, own=own))
+
+
+def reached(folder: NodeFolder, secret: bytes) -> ReachedKeeper:
+    """Have the keeper of `folder`, which must be at work, listen for those that know `secret`.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    with unusable_memory(folder.path):
+        note_secret(folder, PeerSecret(secret, own_host()))
+        return ReachedKeeper(folder.identity(), _await_address(folder, secret))
+
+
+class _PlacedPolicy(NamedTuple):
+    """For each node the nodes that keep its copies; or who keeps parity; and notes on wishes that are not fulfilled."""
+
+    targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None
+    notes: tuple[str, ...]
+
+
+def _placed(nodes: Sequence[NodeCard], policy: Copies | Parity) -> _PlacedPolicy:
+    if isinstance(policy, Copies):
+        copies = place_copies(nodes, policy.n)
+        return _PlacedPolicy(copies.holders, None, copies.notes)
+    found = place_parity(nodes, policy)
+    table = ParityTable(policy.losses, found.groups, tuple(node.ranks for node in nodes))
+    return _PlacedPolicy(((),) * len(nodes), table, found.notes)
 
 
 def merged(cards: Sequence[NodeCard]) -> list[NodeCard]:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 from torch.distributed import ProcessGroup
 
-from holdfast.checkpoint.catalogue import FileCopy
+from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
@@ -21,6 +21,7 @@ from holdfast.checkpointer.choosing import (
     Chosen,
     Clearing,
     DamagedCopy,
+    FailedNode,
     Inventory,
     Survey,
     Unknown,
@@ -29,7 +30,8 @@ from holdfast.checkpointer.choosing import (
 )
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
-from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, let_go, sealed_slots
+from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
+from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
@@ -63,7 +65,8 @@ from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store, text_of
 
-_LOOK_S: Final = 0.02
+#: Number of tries to rebuild a checkpoint: each may find that another node has damage, of two that may be lost.
+_NUM_REBUILDS: Final = 3
 
 _log = logging.getLogger(__name__)
 
@@ -209,6 +212,14 @@ class _DamagedSnapshot(NamedTuple):
     copy: DamagedCopy | None
 
 
+class _Setbacks(NamedTuple):
+    """What this restore has met before: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
+    be."""
+
+    damaged: list[_DamagedSnapshot]
+    rebuilt: list[RebuildOutcome]
+
+
 def _from_memory(
     run: Location,
     state: Mapping[str, object],
@@ -221,9 +232,13 @@ def _from_memory(
 ) -> Restored | None:
     """Fill `state` from the newest checkpoint in memory that is sound. None if there is none, or memory cannot be used.
     Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
+    setbacks = _Setbacks(damaged, [])
     try:
         while True:
-            found = _newest_in_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
+            found = _newest_in_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
+            if isinstance(found, RebuildOutcome):
+                setbacks.rebuilt.append(found)
+                continue
             if not isinstance(found, _DamagedSnapshot):
                 break
             damaged.append(found)
@@ -253,31 +268,39 @@ def _newest_in_memory(
     node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
-    damaged: Sequence[_DamagedSnapshot],
+    setbacks: _Setbacks,
     *,
     timeout_s: float,
-) -> Restored | _DamagedSnapshot | None:
-    """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the `damaged` ones. None
-    if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged."""
+) -> Restored | _DamagedSnapshot | RebuildOutcome | None:
+    """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the damaged ones. None
+    if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged. If files of it have to
+    be rebuilt, only does that."""
+    damaged, rebuilt = setbacks
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
-    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad)
+    failed = frozenset(FailedNode(each.checkpoint_id, node) for each in rebuilt for node in each.failed)
+    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad, failed=failed)
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
         folder = found.folder
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
+        if chosen.rebuild is not None:
+            outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
+            num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
+            is_hopeless = bool(outcome.trouble and not outcome.failed) or num_tries > _NUM_REBUILDS
+            return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
         resumes = options.resumes
         assert resumes is not None
         resumes.earlier = chosen.earlier_resumes
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             loading = Loading(channel, deadline, storage, group_ranks(group), options)
-            held = _CheckpointInMemory(storage, seal, chosen, partial(copies_of, found, seal, chosen, bad))
+            held = _CheckpointInMemory(storage, seal, chosen, partial(copies_of, found, seal, chosen))
             try:
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
-                copy = _copy_of(seal, error) if chosen.has_more else None
+                copy = _copy_of(seal, chosen, error) if chosen.has_more else None
                 # What a disk cannot read now may be the only copy of a checkpoint that the run lacks: that stays.
                 if not is_damage(error) and not (is_disk_failure(error) and chosen.committed and copy not in bad):
                     raise
@@ -301,13 +324,15 @@ def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
     return any(part.file in chosen.copied for part in files)
 
 
-def _copy_of(seal: Seal, error: HoldfastError) -> DamagedCopy | None:
+def _copy_of(seal: Seal, chosen: Chosen, error: HoldfastError) -> DamagedCopy | None:
     """The copy on a node that `error` says is damaged; None where it names none. The same on all ranks."""
     name = (error.path or "").rpartition("/")[2]
     tiers = {kind.value: kind for kind in (NodeTier.NODE_MEMORY, NodeTier.PEER_MEMORY, NodeTier.NODE_DISK)}
-    if error.tier not in tiers or name not in [file.name for file in seal.files]:
+    files = {file.name: number for number, file in enumerate(seal.files)}
+    if error.tier not in tiers or name not in files:
         return None
-    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier])
+    reader = chosen.owners[files[name]] if chosen.owners else error.rank
+    return DamagedCopy(seal.checkpoint_id, name, tiers[error.tier], EVERY_RANK if reader is None else reader)
 
 
 class _CheckpointInMemory:
@@ -377,7 +402,8 @@ def _looked_at(
                     use_disk(folder, node.disk, run)
                 slots = stack.enter_context(sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
                 parts = drained_parts(folder, run)
-                return FoundOnNode(folder, slots, parts, inventory(folder, slots, parts.values()))
+                found = inventory(folder, slots, parts.values(), held_rows(folder))
+                return FoundOnNode(folder, slots, parts, found)
 
         def give_up() -> None:
             with unusable_memory(node.memory):
@@ -393,6 +419,7 @@ def _looked_at(
         yield found, chosen
 
 
+@collector_paused()
 def _choose(
     run: Location,
     node: FoundOnNode | Exception,
@@ -426,13 +453,13 @@ def _choose(
 
 
 def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Chosen:
-    """Record on the first rank that this job resumes the `chosen` checkpoint. If too many jobs have, returns the choice
-    of none: the restore then falls back to storage, if it may.
+    """Record on the first rank that this job resumes the `chosen` checkpoint, unless it is to be rebuilt first. If too
+    many jobs have, returns the choice of none: the restore then falls back to storage, if it may.
 
     Raises:
         ConfigurationError: too many jobs have, and it may not fall back (``config.restart_loop``).
     """
-    if not chosen.seal or options is None or options.resumes is None:
+    if not chosen.seal or chosen.rebuild is not None or options is None or options.resumes is None:
         return chosen
     run, place = Run.open(storage), records.decode(chosen.seal, Seal, path=chosen.folder).place
     if not options.fallback:

@@ -5,15 +5,17 @@ has a phase name, which all ranks must agree on and which messages use.
 
 Keys of one channel, and the rank that removes each:
 
-``up/<g>/<rank>``    a rank's contribution to gather ``g``; the first rank of its group collects and removes it
+``up/<g>/<rank>``    a rank's contribution to gather ``g``, which rank 0 collects and removes; in a world of several
+                     groups, the contributions of the group whose first rank this is, which that rank removes
 ``group/<g>/<rank>`` the contributions that a group's first rank collected; rank 0 removes them
-``down/<b>``         broadcast ``b``; its readers count themselves in ``down/<b>/read``, and the last one removes both
+``down/<b>``         broadcast ``b``; its readers count themselves in ``down/<b>/read``, and the last one removes both;
+                     in a world of several groups, rank 0 does
 ``alarm``            set by a rank that has failed between two exchanges; rank 0 removes it after the next gather
 ``left``             set by a rank that stopped waiting for rank 0 and goes on to its next operation; never removed
 
-So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind, and no later call
-has to clean up. An operation that ran into a deadline leaves its last messages, so that a late rank still finds rank
-0's verdict.
+So an operation that succeeds, or fails with an error that a rank reported, leaves no keys behind. (In a world of
+several groups, rank 0 removes the last broadcast of an operation in its next one, unless it awaits the readers.) An
+operation that ran into a deadline leaves its last messages, so that a late rank still finds rank 0's verdict.
 
 Each rank numbers its operations, and the number is part of their keys. A rank that skipped an operation would stay one
 number behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have
@@ -28,12 +30,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from holdfast.control.broadcasts import Broadcasts, CountedBroadcasts, SharedBroadcasts
 from holdfast.control.channel_errors import (
     is_ahead,
     late,
@@ -55,8 +58,10 @@ from holdfast.control.envelopes import (
     error_wire,
     payload_of,
 )
+from holdfast.control.inboxes import GatherInbox, GroupInbox, KeyedInbox, without_key
+from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.mailbox import Mailbox, packed
-from holdfast.control.meeting import KeyValueStore, Meeting
+from holdfast.control.meeting import Meeting
 from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import (
@@ -65,7 +70,6 @@ from holdfast.errors import (
     HoldfastError,
     StorageError,
     from_wire,
-    to_wire,
 )
 
 #: Ranks per group; worlds that are larger gather in two levels.
@@ -91,12 +95,12 @@ R = TypeVar("R")
 
 
 class _Awaited(NamedTuple):
-    """The keys that a rank waits for in a phase, by the rank that should store each, and `obituary`, which makes the
-    message to store for a rank that has ended."""
+    """The `ranks` that a rank waits for in a phase. `tell` stores an error in place of what one of them should have
+    stored."""
 
     phase: str
-    keys: dict[int, str]
-    obituary: Callable[[int], msgspec.Struct]
+    ranks: Collection[int]
+    tell: Callable[[int, Exception], None]
 
 
 class _OverError(Exception):
@@ -139,11 +143,16 @@ class Channel:
         self._step = step
         self._meeting = meeting
         self._group_size = group_size
+        self._has_groups = world_size > group_size
         self._num_gathers = 0
         self._num_broadcasts = 0
         #: Set by the thread that makes the requests, read by the thread that waits for it.
         self._awaited: _Awaited | None = None
         self._found_ended: set[int] = set()
+        #: By gather and first rank: the inboxes of other groups in which this rank has told of ranks that are given up.
+        self._told: dict[tuple[int, int], GatherInbox] = {}
+        #: Whether another channel has announced this operation.
+        self._is_second = False
         #: The message that made this rank go on to the next number; empty while it never had to.
         self._strayed_why = ""
 
@@ -151,7 +160,7 @@ class Channel:
         """A second channel of the same operation between the same ranks, for another thread. Call it after all ranks
         have exchanged a message through this channel."""
         meeting = None if self._meeting is None else self._meeting.in_background()
-        return Channel(
+        second = Channel(
             meeting,
             rank=self.rank,
             world_size=self.world_size,
@@ -160,6 +169,8 @@ class Channel:
             group_size=self._group_size,
             members=self.members,
         )
+        second._is_second = True
+        return second
 
     def leave(self) -> None:
         """Release the connection for other operations. Call it when the operation is over: the channel must not be used
@@ -322,27 +333,29 @@ class Channel:
             return
         ended = {
             rank
-            for rank in awaited.keys
+            for rank in awaited.ranks
             if (process := self._meeting.processes.get(rank)) is not None and process.has_ended()
         }
         # Only at the second look: a message that a rank sent just before it ended may still be on its way.
         for rank in ended & self._found_ended:
-            # `claim` leaves a message that the rank did store.
-            self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
+            awaited.tell(rank, self.members.ended(rank))
         self._found_ended = ended
         for rank, error in tuple(self.members.given_up.items()):
-            # The first rank of its group waits for it, and may not know that it will not come.
-            own_key = f"up/{self._num_gathers - 1}/{rank}"
-            self._meeting.claim(own_key, packed(self._up(awaited.phase, error, is_first=False)))
-            if awaited.keys.get(rank, own_key) != own_key:
-                self._meeting.claim(awaited.keys[rank], packed(awaited.obituary(rank)))
+            if rank in awaited.ranks:
+                awaited.tell(rank, error)
+            leader = self._leader_of(rank)
+            if leader != self.rank:
+                # The first rank of its group waits for it, and may not know that it will not come.
+                number = self._num_gathers - 1
+                inbox = self._told.setdefault((number, leader), self._inbox(number, leader))
+                inbox.stand_in(rank, self._up(awaited.phase, error, is_first=False), is_mine=False)
 
     def _catch_up(self, why: str) -> None:
         """Go on to the keys of the next operation, where this rank waits for the others."""
-        assert self._meeting is not None
         self._strayed_why = why
         _log.warning("%s waits for the other ranks to make the same call: %s", self.label, why)
-        self._meeting = self._meeting.next()
+        self._meeting = self._met.next()
+        self._told.clear()
         self._num_gathers = self._num_broadcasts = 0
 
     def confirm(self, phase: str, outcome: object, deadline: Deadline) -> None:
@@ -368,11 +381,11 @@ class Channel:
     def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[RankEnvelope] | None:
         number, self._num_gathers = self._num_gathers, self._num_gathers + 1
         up = self._up(phase, outcome, is_first=number == 0)
-        if number == 0 and self.world_size > 1 and self._meeting is not None:
+        if number == 0 and self.world_size > 1 and self._meeting is not None and not self._is_second:
             self._meeting.announce(self.rank, self.label)
-        leader = self.rank - self.rank % self._group_size
+        leader = self._leader_of(self.rank)
         if self.rank != leader:
-            self._mailbox.put(f"up/{number}/{self.rank}", up)
+            self._inbox(number, leader).put(self.rank, up)
             return None
         if self.rank != 0:
             self._report_group(number, up, deadline)
@@ -387,45 +400,62 @@ class Channel:
 
     def _report_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> None:
         """Collect and send the contributions of the group whose first rank is this one."""
-        # While this rank waits for its members, its own key shows rank 0 that it has come.
-        here = f"up/{number}/{self.rank}"
-        self._shared.set(here, b"")
+        if self._members(self.rank)[1:]:
+            # While this rank waits for its members, rank 0 sees that it has come.
+            self._group_inbox(number, self.rank).announce(self.rank)
         self._mailbox.put(f"group/{number}/{self.rank}", self._collect_group(number, own, deadline))
-        self._shared.delete(here)
 
     def _collect_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> GroupEnvelope:
         """The contributions of this rank's group, or the ranks that did not contribute in time."""
         members = self._members(self.rank)[1:]
-        keys = [f"up/{number}/{member}" for member in members]
-        self._await(
-            own.phase, members, keys, lambda rank: self._up(own.phase, self.members.ended(rank), is_first=False)
+        if not members:
+            return GroupEnvelope.of([own])
+        inbox = self._inbox(number, self.rank)
+
+        def tell(rank: int, error: Exception) -> None:
+            inbox.stand_in(rank, self._up(own.phase, error, is_first=False), is_mine=True)
+
+        self._awaited = _Awaited(own.phase, members, tell)
+        absent = self._absent(
+            lambda limit_s: inbox.await_all(members, limit_s), deadline.remaining_s(), is_first=number == 0
         )
-        absent = self._absent(members, keys, deadline.remaining_s(), is_first=number == 0)
         if absent:
-            return GroupEnvelope((), tuple(absent))
-        ups = [own, *(self._mailbox.take(key, RankEnvelope) for key in keys)]
+            return GroupEnvelope.missing(absent)
+        ups = [own, *inbox.take(members)]
         self._learn({rank: up.process for rank, up in enumerate(ups, self.rank)})
-        return GroupEnvelope(tuple(ups), ())
+        return GroupEnvelope.of(ups)
 
     def _collect_groups(self, number: int, own: GroupEnvelope, phase: str, deadline: Deadline) -> list[RankEnvelope]:
         """The contributions of all ranks, in rank order. On rank 0 only."""
-        leaders = range(self._group_size, self.world_size, self._group_size)
-        keys = [f"group/{number}/{leader}" for leader in leaders]
-        self._await(phase, leaders, keys, lambda leader: GroupEnvelope((), (leader,)))
-        missing = self._absent(leaders, keys, deadline.remaining_s(graces=1), is_first=number == 0)
-        arrived = [key for leader, key in zip(leaders, keys, strict=True) if leader not in missing]
-        groups = [own, *(self._mailbox.take(key, GroupEnvelope) for key in arrived)]
+        groups = [own, *(self._reports(number, phase, deadline) if self._has_groups else ())]
         absent = {rank for group in groups for rank in group.absent}
-        for leader in missing:
-            # The group sent no message: its absent ranks have no key. Where none is absent, its first rank stopped
-            # half-way, and is the absent one.
-            members = self._members(leader)
-            absent.update([m for m in members if not self._shared.check(f"up/{number}/{m}")] or [leader])
         if absent:
             raise self._late(sorted(absent), phase, deadline)
-        ups = [up for group in groups for up in group.members]
+        ups = [up for group in groups for up in group.members()]
         self._learn({rank: up.process for rank, up in enumerate(ups)})
         return ups
+
+    def _reports(self, number: int, phase: str, deadline: Deadline) -> list[GroupEnvelope]:
+        """The contributions, or the absent ranks, of each group but the first."""
+        meeting = self._met
+        leaders = range(self._group_size, self.world_size, self._group_size)
+        keys = {leader: f"group/{number}/{leader}" for leader in leaders}
+
+        def tell(leader: int, _: Exception) -> None:
+            meeting.claim(keys[leader], packed(GroupEnvelope.missing([leader])))
+
+        self._awaited = _Awaited(phase, leaders, tell)
+        missing = self._absent(
+            lambda limit_s: without_key(meeting, keys, limit_s), deadline.remaining_s(graces=1), is_first=number == 0
+        )
+        reports = self._mailbox.take_all([keys[leader] for leader in leaders if leader not in missing], GroupEnvelope)
+        for leader in missing:
+            # The group sent no message: its absent ranks have no record. Where none is absent, its first rank stopped
+            # half-way, and is the absent one.
+            here = self._group_inbox(number, leader).arrived()
+            absent = [rank for rank in self._members(leader) if rank not in here]
+            reports.append(GroupEnvelope.missing(absent or [leader]))
+        return reports
 
     def _compare(self, ups: Sequence[RankEnvelope], phase: str, deadline: Deadline, *, is_first: bool) -> None:
         """Return if all ranks are in the same phase of the same operation as rank 0, which this rank is; else send all
@@ -447,54 +477,70 @@ class Channel:
     def _members(self, leader: int) -> range:
         return range(leader, min(leader + self._group_size, self.world_size))
 
-    def _absent(self, ranks: Sequence[int], keys: Sequence[str], timeout_s: float, *, is_first: bool) -> list[int]:
-        """The `ranks` whose key did not appear in time. In the first exchange a rank may have made no call at all, so
-        this warns early which ranks are awaited."""
+    def _leader_of(self, rank: int) -> int:
+        return rank - rank % self._group_size
+
+    def _inbox(self, number: int, leader: int) -> GatherInbox:
+        """The inbox of the group whose first rank is `leader`, for gather `number`."""
+        if self._has_groups:
+            return self._group_inbox(number, leader)
+        return KeyedInbox(self._met, f"up/{number}")
+
+    def _group_inbox(self, number: int, leader: int) -> GroupInbox:
+        num_groups = -(-self.world_size // self._group_size)
+        return GroupInbox(self._met, f"up/{number}/{leader}", num_groups=num_groups)
+
+    @property
+    def _downs(self) -> Broadcasts:
+        kind = SharedBroadcasts if self._has_groups else CountedBroadcasts
+        return kind(self._met, num_readers=self.world_size - 1)
+
+    def _absent(self, awaited: Callable[[float], list[int]], timeout_s: float, *, is_first: bool) -> list[int]:
+        """The ranks that have not come in time, as `awaited` finds them, which waits so many seconds for them. In the
+        first exchange a rank may have made no call at all, so this warns early which ranks are awaited."""
         early_s = min(timeout_s, _PATIENCE_S) if is_first else timeout_s
-        if not keys or self._shared.wait(keys, early_s):
-            return []
-        absent = [rank for rank, key in zip(ranks, keys, strict=True) if not self._shared.check(key)]
+        absent = awaited(early_s)
         if early_s == timeout_s or not absent:
             return absent
         who = self.members.names(absent)
         _log.warning("%s has waited for %s for %.0f s: every rank must make this call", self.label, who, early_s)
-        return self._absent(ranks, keys, timeout_s - early_s, is_first=False)
+        return self._absent(awaited, timeout_s - early_s, is_first=False)
 
     def _send_down(self, phase: str, outcome: Outcome, *, step: int | None = None) -> None:
         """Broadcast `outcome`; an error concerns the operation of `step` (default: of this channel)."""
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
-        if self.world_size > 1:
-            up = self._up(phase, outcome, is_first=number == 0)
-            down = Broadcast(*msgspec.structs.astuple(up))
-            self._mailbox.put(f"down/{number}", down if step is None else msgspec.structs.replace(down, step=step))
+        if self.world_size == 1:
+            return
+        up = self._up(phase, outcome, is_first=number == 0)
+        board = self._met.board.name if number == 0 and self._has_groups else ""
+        down = Broadcast(up.phase, up.label, up.step, up.payload, up.error, up.process, board)
+        self._downs.send(number, down if step is None else msgspec.structs.replace(down, step=step))
 
     def _await_readers(self) -> None:
-        key = f"down/{self._num_broadcasts - 1}"
+        number = self._num_broadcasts - 1
         end_s, pause_s = time.monotonic() + _READ_S, _READ_S / 4000
-        # The last reader removes both keys, the count of readers last.
-        while (self._shared.check(key) or self._shared.check(f"{key}/read")) and time.monotonic() < end_s:
+        while self._downs.is_unread(number) and time.monotonic() < end_s:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _READ_S / 400)
 
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
-        key, readers = f"down/{number}", f"down/{number}/read"
-        self._await(
-            phase,
-            [0],
-            [key],
-            lambda rank: Broadcast(phase, self.label, self._step, b"", to_wire(self.members.ended(rank))),
-        )
-        if not self._shared.wait([key], deadline.remaining_s(graces=2)):
+        meeting, downs = self._met, self._downs
+
+        def tell(_: int, error: Exception) -> None:
+            meeting.claim(f"down/{number}", packed(Broadcast(phase, self.label, self._step, b"", error_wire(error))))
+
+        self._awaited = _Awaited(phase, (0,), tell)
+        data = downs.read(number, deadline.remaining_s(graces=2))
+        if data is None:
             missed = self._late([0], phase, deadline)
             self._shared.set("left", b"")
             raise missed
-        num_chunks, data = self._mailbox.read(key)
-        if self._shared.add(readers, 1) == self.world_size - 1:
-            self._mailbox.remove(key, num_chunks)
-            self._shared.delete(readers)
         down = decode_msgpack(data, Broadcast)
-        self._learn({0: down.process})
+        if down.process is not None:
+            meeting.processes[0] = down.process
+        if down.board:
+            meeting.board.join(down.board)
         if number == 0 and down.error is not None and self._is_past(down, down.error):
             raise _OverError(down.error.message)
         if down.error is None and (down.phase, down.label) != (phase, self.label):
@@ -512,19 +558,12 @@ class Channel:
     def _tries_rank_0_again(self) -> bool:
         """Whether rank 0 has entered the same operation again, or does so within `_TOGETHER_S`: ranks try again
         together."""
-        assert self._meeting is not None
         end_s = time.monotonic() + _TOGETHER_S
-        while not self._meeting.has_come_again(0, self.label):
+        while not self._met.has_come_again(0, self.label):
             if time.monotonic() > end_s:
                 return False
             time.sleep(_TOGETHER_S / 20)
         return True
-
-    def _await(
-        self, phase: str, ranks: Sequence[int], keys: Sequence[str], obituary: Callable[[int], msgspec.Struct]
-    ) -> None:
-        """Note the `keys` that this rank is about to wait for."""
-        self._awaited = _Awaited(phase, dict(zip(ranks, keys, strict=True)), obituary)
 
     def _learn(self, processes: dict[int, Process | None]) -> None:
         """Remember the process of each rank that reported one."""
@@ -532,9 +571,13 @@ class Channel:
             self._meeting.processes.update({rank: process for rank, process in processes.items() if process})
 
     @property
-    def _shared(self) -> KeyValueStore:
+    def _met(self) -> Meeting:
         assert self._meeting is not None, "a world of one sends no messages"
-        return self._meeting.store
+        return self._meeting
+
+    @property
+    def _shared(self) -> KeyValueStore:
+        return self._met.store
 
     @property
     def _mailbox(self) -> Mailbox:
@@ -548,6 +591,5 @@ class Channel:
         return what(phase, self.label)
 
     def _late(self, absent: list[int], phase: str, deadline: Deadline) -> DeadlineError:
-        assert self._meeting is not None
-        strayed = told_of(absent, self._meeting.whereabouts, self.members, label=self.label)
+        strayed = told_of(absent, self._met.whereabouts, self.members, label=self.label)
         return late(absent, self._what(phase), deadline.timeout_s, strayed, self.members)

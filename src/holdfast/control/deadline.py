@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from holdfast.options import check_timeout
+
+#: Stores take 0 as "no limit".
+_LEAST_S: Final = 0.001
 
 Clock = Callable[[], float]
 
@@ -18,6 +22,7 @@ class Deadline:
         self.timeout_s = timeout_s
         self._clock = clock
         self._end_s = clock() + timeout_s
+        self._grace_s = min(max(0.1 * timeout_s, 1.0), 30.0)
 
     @property
     def for_storage_s(self) -> float:
@@ -26,9 +31,10 @@ class Deadline:
         return 0.9 * self.timeout_s
 
     def remaining_s(self, *, graces: int = 0) -> float:
-        """Seconds that are left, at least 1 ms (stores take 0 as "no limit").
+        """Seconds that are left, at least 1 ms.
 
         Each grace adds a tenth of the timeout, at least 1 s and at most 30 s. A rank that waits for a rank that itself
         waits for others takes one grace more, so that the rank nearest to the absent ones fails first and names them.
         """
-        return max(self._end_s + graces * min(max(0.1 * self.timeout_s, 1.0), 30.0) - self._clock(), 0.001)
+        left_s = self._end_s + graces * self._grace_s - self._clock()
+        return max(_LEAST_S, left_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -24,17 +25,55 @@ class RankEnvelope(msgspec.Struct, frozen=True, array_like=True):
     error: ErrorWire | None
     process: Process | None = None
 
+    def is_like(self, other: RankEnvelope) -> bool:
+        """Whether this differs from `other` in payload and process alone, and has no error."""
+        return self.error is None and (self.phase, self.label, self.step) == (other.phase, other.label, other.step)
+
 
 class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """The contributions that the first rank of a group collected, in rank order, and the ranks that were absent."""
+    """The contributions that the first rank of a group collected, in rank order, or the ranks that were `absent`.
 
-    members: tuple[RankEnvelope, ...]
+    Most contributions differ in nothing but their payloads from `first`, which is that of the first rank; so `payloads`
+    has those of the other ranks. `others` are the contributions that do differ, by their index."""
+
+    first: RankEnvelope | None
+    payloads: tuple[bytes, ...]
+    others: dict[int, RankEnvelope]
     absent: tuple[int, ...]
+
+    @staticmethod
+    def of(ups: Sequence[RankEnvelope]) -> GroupEnvelope:
+        """The contributions of all ranks of a group. Only that of the first rank keeps its process."""
+        first = ups[0]
+        others = {
+            number: msgspec.structs.replace(up, process=None)
+            for number, up in enumerate(ups)
+            if number and not up.is_like(first)
+        }
+        return GroupEnvelope(first, tuple(up.payload for up in ups[1:]), others, ())
+
+    @staticmethod
+    def missing(ranks: Sequence[int]) -> GroupEnvelope:
+        """What stands for a group with absent `ranks`."""
+        return GroupEnvelope(None, (), {}, tuple(ranks))
+
+    def members(self) -> list[RankEnvelope]:
+        """The contributions, in rank order."""
+        if self.first is None:
+            return []
+        phase, label, step = self.first.phase, self.first.label, self.first.step
+        every = [self.first, *(RankEnvelope(phase, label, step, payload, None) for payload in self.payloads)]
+        for number, other in self.others.items():
+            every[number] = other
+        return every
 
 
 class Broadcast(RankEnvelope, frozen=True, array_like=True):
-    """A message of rank 0 to all ranks. The first one of an operation carries the process of rank 0. An error concerns
-    the operation of `step`, which may be earlier than the operation that rank 0 is in."""
+    """A message of rank 0 to all ranks. The first one of an operation carries the process of rank 0, and the name of
+    the `board` of each node. An error concerns the operation of `step`, which may be earlier than the operation that
+    rank 0 is in."""
+
+    board: str = ""
 
 
 def encoded(message: object) -> bytes:

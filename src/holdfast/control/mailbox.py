@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Final, TypeVar
 
 import msgspec
 
-from holdfast.control.meeting import KeyValueStore
+from holdfast.control.key_value_store import KeyValueStore
 from holdfast.decoding import decode_msgpack
 
 #: torch's TCPStore drops the connection of a client that sends a value over 8 MiB.
@@ -24,18 +25,21 @@ class Mailbox:
     def __init__(self, store: KeyValueStore) -> None:
         self._store = store
 
-    def put(self, key: str, message: msgspec.Struct) -> None:
-        """Store a message under `key`."""
+    def put(self, key: str, message: msgspec.Struct) -> int:
+        """Store a message under `key`, and return the number of its chunks."""
         data = msgspec.msgpack.encode(message)
         chunks = [data[start : start + _CHUNK_NBYTES] for start in range(0, len(data), _CHUNK_NBYTES)]
         # Store the key itself last, so that a reader that sees it finds all chunks.
         for index, chunk in enumerate(chunks[1:], start=1):
             self._store.set(f"{key}/{index}", chunk)
         self._store.set(key, _first_chunk(len(chunks), chunks[0]))
+        return len(chunks)
 
     def read(self, key: str) -> tuple[int, bytes]:
         """The number of chunks and the joined data under a key that exists."""
-        first = self._store.get(key)
+        return self._joined(key, self._store.get(key))
+
+    def _joined(self, key: str, first: bytes) -> tuple[int, bytes]:
         (num_chunks,) = _NUM_CHUNKS.unpack_from(first)
         rest = (self._store.get(f"{key}/{index}") for index in range(1, num_chunks))
         return num_chunks, b"".join((first[_NUM_CHUNKS.size :], *rest))
@@ -45,6 +49,15 @@ class Mailbox:
         num_chunks, data = self.read(key)
         self.remove(key, num_chunks)
         return decode_msgpack(data, kind)
+
+    def take_all(self, keys: Sequence[str], kind: type[S]) -> list[S]:
+        """Remove the messages under `keys`, which exist, and return them."""
+        taken = []
+        for key, first in zip(keys, self._store.get_all(keys), strict=True):
+            num_chunks, data = self._joined(key, first)
+            self.remove(key, num_chunks)
+            taken.append(decode_msgpack(data, kind))
+        return taken
 
     def remove(self, key: str, num_chunks: int) -> None:
         """Remove a message of `num_chunks` chunks."""

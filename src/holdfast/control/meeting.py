@@ -6,34 +6,15 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from holdfast.control.key_value_store import KeyValueStore
+from holdfast.control.node_board import NodeBoard
 from holdfast.control.processes import Process
+from holdfast.control.unread import UnreadBroadcasts
 
 T = TypeVar("T")
-
-
-class KeyValueStore(Protocol):
-    """A store that all ranks share. Only one thread at a time uses it."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Store `value` under `key`."""
-
-    def get(self, key: str) -> bytes:
-        """The value of a key that exists."""
-
-    def wait(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Block until all `keys` exist; False when `timeout_s` (positive) passed first."""
-
-    def check(self, key: str) -> bool:
-        """Whether `key` exists."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to the counter `key` (0 at first), atomically, and return the new value."""
-
-    def delete(self, key: str) -> None:
-        """Remove `key`; a missing one is fine."""
 
 
 class Meeting(Protocol):
@@ -42,6 +23,23 @@ class Meeting(Protocol):
     @property
     def store(self) -> KeyValueStore:
         """A store that holds the keys of this operation alone. Make its requests inside `ask`."""
+
+    @property
+    def name(self) -> str:
+        """The prefix of the keys of this operation in `root`."""
+
+    @property
+    def root(self) -> KeyValueStore:
+        """A store that holds the keys of all operations of these ranks. Make its requests inside `ask`."""
+
+    @property
+    def board(self) -> NodeBoard:
+        """The board of the ranks of this node; kept from one operation to the next."""
+
+    @property
+    def unread(self) -> UnreadBroadcasts:
+        """The broadcasts of this rank, if it is rank 0, that some rank may not have read; kept from one operation to
+        the next."""
 
     @property
     def processes(self) -> dict[int, Process]:
@@ -53,6 +51,9 @@ class Meeting(Protocol):
 
     def claim(self, key: str, value: bytes) -> None:
         """Store `value` under `key` unless the key exists. May be called while an `ask` is under way."""
+
+    def append(self, key: str, value: bytes) -> None:
+        """Add `value` to the end of the value of `key`. May be called while an `ask` is under way."""
 
     def announce(self, rank: int, label: str) -> None:
         """Record that `rank` has entered the operation `label`."""

@@ -27,8 +27,7 @@ class Process(msgspec.Struct, frozen=True, array_like=True):
     @staticmethod
     def current() -> Process | None:
         """The identity of the calling process; None where the system has no ``/proc``."""
-        started = _started(os.getpid())
-        return None if started is None else Process(os.getpid(), started, _where())
+        return _identity(os.getpid())
 
     def has_ended(self) -> bool:
         """Whether the process has certainly ended. A zombie counts as ended. False for a process of another node or
@@ -42,6 +41,13 @@ def age_s() -> float:
     if not started:
         return 0.0
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"), 0.0)
+
+
+@cache
+def _identity(pid: int) -> Process | None:
+    """The identity of the calling process, whose PID is `pid`: a forked child has another one."""
+    started = _started(pid)
+    return None if started is None else Process(pid, started, _where())
 
 
 @cache

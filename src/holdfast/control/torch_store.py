@@ -7,19 +7,21 @@ import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.control.meeting import KeyValueStore
+from holdfast.control.key_value_store import KeyValueStore
+from holdfast.control.node_board import NodeBoard
 from holdfast.control.processes import Process
 from holdfast.control.requests import Requests, lost
+from holdfast.control.unread import UnreadBroadcasts
 from holdfast.errors import ConfigurationError
 from holdfast.forked_torch import renew_pool
 from holdfast.wording import kind_of
@@ -55,6 +57,28 @@ class TorchStore:
         """The value of a key that exists."""
         try:
             return self._store.get(key)
+        except dist.DistError as error:
+            raise lost(error) from error
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of `keys`, which exist."""
+        try:
+            if self._store.has_extended_api():  # type: ignore[attr-defined]  # the stubs lack it
+                return self._store.multi_get(list(keys)) if keys else []
+            return [self._store.get(key) for key in keys]
+        except dist.DistError as error:
+            raise lost(error) from error
+
+    def append(self, key: str, value: bytes) -> None:
+        """Add `value` to the end of the value of `key` (empty at first), atomically."""
+        try:
+            if self._store.has_extended_api():  # type: ignore[attr-defined]  # the stubs lack it, and `append`
+                self._store.append(key, value)  # type: ignore[attr-defined]
+                return
+            while True:  # torch's FileStore cannot append
+                before = self._store.get(key) if self._store.check([key]) else b""
+                if self._store.compare_set(key, before, before + value) == before + value:  # type: ignore[arg-type]
+                    return
         except dist.DistError as error:
             raise lost(error) from error
 
@@ -110,6 +134,11 @@ class TorchStore:
         return True
 
 
+def _close_boards(boards: Mapping[str, NodeBoard]) -> None:
+    for board in boards.values():
+        board.close()
+
+
 class StoreConnection:
     """A client of a process group's store, for one thread at a time: a clone of our own, or torch's client where the
     store cannot be cloned."""
@@ -147,7 +176,10 @@ class GroupStore:
         self._in_background: list[StoreConnection] = []
         self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._processes: dict[str, dict[int, Process]] = defaultdict(dict)
+        self._boards: dict[str, NodeBoard] = defaultdict(NodeBoard)
+        self._unread: dict[str, UnreadBroadcasts] = defaultdict(UnreadBroadcasts)
         self._claims = Requests()
+        finalize(self, _close_boards, self._boards)
 
     @property
     def store(self) -> dist.Store:
@@ -182,12 +214,20 @@ class GroupStore:
         """The known processes of a group, by rank; updated in place."""
         return self._processes[members]
 
-    def claim(self, key: str, value: bytes) -> None:
-        """Store `value` under `key` unless the key exists. Uses torch's own connection, since ours are waiting; does
-        nothing while the last claim still hangs."""
+    def board(self, members: str) -> NodeBoard:
+        """The board of the ranks of a group that are on this node."""
+        return self._boards[members]
+
+    def unread(self, members: str) -> UnreadBroadcasts:
+        """The broadcasts of this rank to a group that some rank may not have read."""
+        return self._unread[members]
+
+    def beside(self, request: Callable[[TorchStore], object]) -> None:
+        """Make a `request` while our connections are waiting: through torch's own one. Does nothing while the last such
+        request still hangs."""
         if not self._claims.is_busy:
             store = TorchStore(self.store, blocking=False)
-            self._claims.ask(lambda: store.claim(key, value), _CLAIM_S)
+            self._claims.ask(lambda: request(store), _CLAIM_S)
 
 
 # Keyed by the store object, so that a new process group counts operations from zero on all of its ranks.
@@ -206,14 +246,29 @@ class TorchMeeting:
         self._deadline = deadline
         timeout_s = deadline.remaining_s()
         self._connection = job.in_background(self, timeout_s) if background else job.connection(timeout_s)
-        self._prefix = f"{members}/{number}" + ("/background" if background else "")
+        self.name = f"{number}" + ("/background" if background else "")
+        self._prefix = f"{members}/{self.name}"
         self.store: KeyValueStore = self._at(self._prefix)
-        self._places = self._at(f"{members}/at")
 
     @property
     def processes(self) -> dict[int, Process]:
         """As `Meeting.processes`."""
         return self._job.processes(self._members)
+
+    @property
+    def root(self) -> KeyValueStore:
+        """As `Meeting.root`."""
+        return self._at(self._members)
+
+    @property
+    def board(self) -> NodeBoard:
+        """As `Meeting.board`."""
+        return self._job.board(self._members)
+
+    @property
+    def unread(self) -> UnreadBroadcasts:
+        """As `Meeting.unread`."""
+        return self._job.unread(self._members)
 
     def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
         """As `Meeting.ask`."""
@@ -221,7 +276,11 @@ class TorchMeeting:
 
     def claim(self, key: str, value: bytes) -> None:
         """As `Meeting.claim`."""
-        self._job.claim(f"{self._prefix}/{key}", value)
+        self._job.beside(lambda store: store.claim(f"{self._prefix}/{key}", value))
+
+    def append(self, key: str, value: bytes) -> None:
+        """As `Meeting.append`."""
+        self._job.beside(lambda store: store.append(f"{self._prefix}/{key}", value))
 
     def announce(self, rank: int, label: str) -> None:
         """As `Meeting.announce`."""
@@ -250,12 +309,16 @@ class TorchMeeting:
         """As `Meeting.leave`."""
         self._connection.let_go(self)
 
+    @property
+    def _places(self) -> TorchStore:
+        return self._at(f"{self._members}/at")
+
     def _place(self, rank: int) -> tuple[int, str] | None:
         """The number and the label of the last operation that `rank` entered; None before its first."""
-        key = str(rank)
-        if not self._places.check(key):
+        key, places = str(rank), self._places
+        if not places.check(key):
             return None
-        number, _, label = self._places.get(key).decode().partition(" ")
+        number, _, label = places.get(key).decode().partition(" ")
         return int(number), label
 
     def _at(self, prefix: str) -> TorchStore:

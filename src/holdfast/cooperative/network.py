@@ -29,6 +29,9 @@ _HELLO = struct.Struct("<16sI")
 #: Header of a chunk: its number, its size in bytes and its digest.
 _CHUNK = struct.Struct("<QQ8s")
 _RETRY_S = 0.01
+_LOOPBACK = "127.0.0.1"
+#: An address that no host has (RFC 5737), which therefore lies behind the default route.
+_OUTSIDE = "192.0.2.1"
 
 
 class TcpTransport:
@@ -224,14 +227,30 @@ class _Turns:
 
 
 def own_host() -> str:
-    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``."""
+    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``.
+
+    On the host that has this address, its name often leads to the loopback (as in the /etc/hosts of Debian), where
+    other hosts reach nothing. There it is the address of the default route, if the host has one.
+    """
     master = os.environ.get("MASTER_ADDR", "")
+    found = _address_towards(master or socket.gethostname())
+    if _is_loopback(found) and master and master != "localhost" and not _is_loopback(master):
+        found = _address_towards(_OUTSIDE)
+    return found
+
+
+def _address_towards(host: str) -> str:
+    """The address from which this host reaches `host`; that of the loopback if it cannot."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((master or socket.gethostname(), 9))  # sends nothing: only makes the system choose a route
+            probe.connect((host, 9))  # sends nothing: only makes the system choose a route
             return str(probe.getsockname()[0])
         except OSError:
-            return "127.0.0.1"
+            return _LOOPBACK
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.")
 
 
 def _fill(connection: socket.socket, out: memoryview) -> None:

@@ -11,33 +11,24 @@ so nothing else touches it.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final, NamedTuple
 
-import numpy as np
-
-from holdfast.errors import ConfigurationError, CorruptError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.format import container
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
+from holdfast.keeper.peer_generations import GenerationSink, PeerGenerations
+from holdfast.keeper.peer_memory import KEPT, free, opened, reserved
 from holdfast.keeper.persist import Sealing
-from holdfast.node_memory.generations import (
-    decode_generation,
-    protected_ids,
-    read_generation,
-    write_generation,
-)
-from holdfast.node_memory.inventory import give_way
-from holdfast.node_memory.limits import rooms
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState, copy_names
+from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import (
     CopyKept,
     CopyWanted,
@@ -54,18 +45,10 @@ from holdfast.store.base import Bytes
 
 #: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay.
 _NUM_COPIES: Final = 2
-#: Memory that copies leave free for others.
-_SPARE_NBYTES: Final = 256 << 20
-#: Limit for the bytes of a generation that a peer sends.
-MAX_GENERATION_NBYTES: Final = 1 << 30
 #: Limit for the bytes of a copy that a peer offers.
 MAX_COPY_NBYTES: Final = 1 << 44
 #: Time after which a reception that no connection feeds is given up: its sender is gone.
 _DEAD_S: Final = 120.0
-#: States of copies that are whole.
-_WHOLE: Final = (SlotState.HELD, SlotState.SEALED, SlotState.COMMITTED)
-
-_log = logging.getLogger(__name__)
 
 
 class _DataBlock(NamedTuple):
@@ -96,31 +79,28 @@ class _Incoming:
         self.digests[block.part.file, block.number] = kind.of(self.slot.data[block.start : block.stop].data)
 
 
-class PeerCopies:
-    """The copies in `folder`, by which this node protects slots of others. ``known_sealing`` gives the sealing of a
-    checkpoint if the keeper has it."""
+class CopyFilling(NamedTuple):
+    """A copy that this process fills by itself: its contents to be, and the region for its files."""
 
-    def __init__(self, folder: NodeFolder, known_sealing: Callable[[str], Sealing | None]) -> None:
+    contents: Contents
+    data: Bytes
+
+
+class PeerCopies:
+    """The copies in `folder`, by which this node protects slots of others, and the `generations` of them."""
+
+    def __init__(self, folder: NodeFolder, generations: PeerGenerations) -> None:
         self._folder = folder
-        self._known_sealing = known_sealing
+        self._generations = generations
         self._lock = Lock()
         self._copies: dict[str, Slot] = {}
         self._incoming: dict[int, _Incoming] = {}
+        #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
+        #: may need one that is older.
+        self._rebuilt: dict[str, Place | None] = {}
         #: The ranks for whose copies a thread is taking a slot.
         self._preparing: set[int] = set()
-        self._sealings: dict[str, Sealing] = {}
-        for name in copy_names(folder):
-            with suppress(FileNotFoundError):
-                try:
-                    slot = Slot(folder, name)
-                except CorruptError as error:
-                    _log.error("%s", error)
-                    folder.discard(name)
-                    continue
-                slot.free_if_abandoned()
-                if slot.state == SlotState.STAGED:  # nobody knows its digests
-                    slot.advance(SlotRecord(SlotState.FREE))
-                self._copies[name] = slot
+        self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
 
     def offer(self, offer: OfferCopy) -> PeerReply:
         """Answer an offer: this node has the copy, wants it, or says why it does not take it. Blocks while memory for
@@ -134,7 +114,8 @@ class PeerCopies:
             self._preparing.add(offer.rank)
         try:
             slot = self._slot_for(offer)
-            incoming = _Incoming(offer, slot, self._sealing(offer.contents.checkpoint_id))
+            self._generations.expect(offer.contents.checkpoint_id)
+            incoming = _Incoming(offer, slot, self._generations.sealing(offer.contents.checkpoint_id))
             token = secrets.randbits(63)
             with self._lock:
                 self._copies[slot.name] = slot
@@ -146,15 +127,13 @@ class PeerCopies:
                 self._preparing.discard(offer.rank)
         return CopyWanted(token, needs_generation=incoming.sealing is None)
 
-    def sink(self, put: Put) -> _GenerationSink | _RangeSink:
+    def sink(self, put: Put) -> GenerationSink | _RangeSink:
         """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
         if isinstance(put, PutGeneration):
-            if put.nbytes > MAX_GENERATION_NBYTES:
-                raise ValueError(f"a generation of {put.nbytes} bytes is too large")
-            return _GenerationSink(self, put)
+            return self._generations.sink(put)
         with self._lock:
             incoming = self._incoming.get(put.token)
-            if incoming is None or incoming.sealing is None:
+            if incoming is None or not self._knows_sealing(incoming):
                 raise ValueError("no such copy is being received")
             if put.start < 0 or put.nbytes < 0 or put.start + put.nbytes > incoming.slot.nbytes:
                 raise ValueError("the range lies outside of the slot")
@@ -162,11 +141,34 @@ class PeerCopies:
             incoming.touched_at = time.monotonic()
         return _RangeSink(self, incoming, put)
 
+    @contextmanager
+    def filling(self, token: int) -> Iterator[CopyFilling]:
+        """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
+        it."""
+        with self._lock:
+            incoming = self._incoming.get(token)
+            if incoming is None or not self._knows_sealing(incoming):
+                raise ValueError("no such copy is being received")
+            incoming.num_active += 1
+        try:
+            self._rebuilt[incoming.slot.name] = self._generations.newest_protected()
+            yield CopyFilling(incoming.offer.contents, incoming.slot.data)
+        finally:
+            self.end_transfer(incoming)
+
+    def drop(self, token: int) -> PeerReply:
+        """Give up the reception of a copy."""
+        with self._lock:
+            incoming = self._incoming.pop(token, None)
+        if incoming is not None:
+            incoming.slot.advance(SlotRecord(SlotState.FREE))
+        return Damaged("it could not be received")
+
     def finish(self, token: int) -> PeerReply:
         """End the reception: the copy is kept if it is what was offered."""
         with self._lock:
             incoming = self._incoming.get(token)
-            if incoming is None or incoming.sealing is None or incoming.num_active:
+            if incoming is None or not self._knows_sealing(incoming) or incoming.num_active:
                 return Damaged("it was not sent as a whole")
             del self._incoming[token]
         slot, offer = incoming.slot, incoming.offer
@@ -179,24 +181,10 @@ class PeerCopies:
         )
         return CopyKept()
 
-    def learn(self, put: PutGeneration, data: bytes) -> PeerReply:
-        """Take the generation of a checkpoint from a peer."""
-        try:
-            generation = decode_generation(data, path=put.checkpoint_id, tier="peer memory")
-            sealing = Sealing(generation)
-        except HoldfastError as error:
-            return Damaged(error.message)
-        if generation.checkpoint_id != put.checkpoint_id:
-            return Damaged("it is another checkpoint's generation")
-        with self._lock:
-            waiting = [each for each in self._incoming.values() if _id_of(each.offer) == put.checkpoint_id]
-            if not waiting:
-                return Declined("no copy of that checkpoint is being received")
-            write_generation(self._folder, generation)
-            self._sealings[put.checkpoint_id] = sealing
-            for each in waiting:
-                each.sealing = each.sealing or sealing
-        return Noted()
+    def _knows_sealing(self, incoming: _Incoming) -> bool:
+        """Whether the generation of a copy that is being received has arrived."""
+        incoming.sealing = incoming.sealing or self._generations.sealing(_id_of(incoming.offer))
+        return incoming.sealing is not None
 
     @property
     def owed(self) -> list[Slot]:
@@ -225,7 +213,7 @@ class PeerCopies:
     def tend(self, given_up: Collection[str]) -> None:
         """Close copies that somebody removed, free those of checkpoints that were `given_up`, and remove those of ranks
         that have no part of the newest protected checkpoint, because they live no more."""
-        newest = self._newest_protected()
+        newest = self._generations.newest_protected()
         with self._lock:
             for token, each in list(self._incoming.items()):
                 if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
@@ -236,16 +224,17 @@ class PeerCopies:
             last: dict[int, Place] = {}
             for slot in idle.values():
                 contents = slot.refresh().contents
-                if contents is not None and slot.state in _WHOLE:
+                if contents is not None and slot.state in KEPT:
                     last[slot.rank] = max(contents.place, last.get(slot.rank, contents.place))
             for name, slot in idle.items():
                 contents = slot.record.contents
                 is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
+                is_old = is_old and self._rebuilt.get(name) != newest
                 if slot.is_removed:
                     slot.close()
                     del self._copies[name]
                 elif contents is not None and contents.checkpoint_id in given_up:
-                    _free(slot)
+                    free(slot)
                 elif is_old and slot.remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
 
@@ -286,20 +275,20 @@ class PeerCopies:
         """A slot for the copy, WRITING under this process's lock. Only one thread at a time calls it for a rank."""
         with self._lock:
             taken = self._take(offer.rank, offer.contents)
-        slot = taken or self._new(offer.rank, offer.contents)
+        slot = taken or reserved(self._folder, SlotKind.COPY, rank=offer.rank, nbytes=_nbytes(offer.contents))
         slot.advance(SlotRecord(SlotState.WRITING, offer.contents))
         return slot
 
     def _take(self, rank: int, contents: Contents) -> Slot | None:
         """A copy of `rank` that is not needed any more, under this process's lock; None where there is none. Removes
         those that are too small."""
-        newest = self._newest_protected()
+        newest = self._generations.newest_protected()
         mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
-        whole = [slot for slot in mine if slot.refresh().state in _WHOLE]
+        whole = [slot for slot in mine if slot.refresh().state in KEPT]
         places = sorted(slot.record.contents.place for slot in whole if slot.record.contents is not None)
         for slot in mine:
             held = slot.record.contents
-            is_needed = slot.state == SlotState.SEALED or slot.state not in (*_WHOLE, SlotState.FREE, SlotState.FENCED)
+            is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
             is_one_too_many = held is not None and len(whole) >= _NUM_COPIES and held.place == places[0]
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
@@ -309,50 +298,6 @@ class PeerCopies:
             slot.remove()
             del self._copies[slot.name]
         return None
-
-    def _new(self, rank: int, contents: Contents) -> Slot:
-        """A new slot for a copy, with its memory, under this process's lock. Raises `ConfigurationError` where there is
-        too little."""
-        nbytes = _nbytes(contents)
-        slot = Slot.create(self._folder, rank=rank, nbytes=nbytes, is_copy=True)
-        assert slot.take()
-        try:
-            slot.reserve(before=self._require_room)
-        except BaseException:
-            slot.remove()
-            raise
-        return slot
-
-    def _require_room(self, left_nbytes: int) -> None:
-        tightest = rooms(self._folder.path)[0]
-        missing_nbytes = left_nbytes + _SPARE_NBYTES - tightest.free_nbytes
-        if missing_nbytes > 0 and give_way(self._folder.node_dir, missing_nbytes):
-            tightest = rooms(self._folder.path)[0]
-        if tightest.free_nbytes < left_nbytes + _SPARE_NBYTES:
-            raise ConfigurationError(
-                f"a node has no memory for copies: they need {left_nbytes} more bytes, and {_SPARE_NBYTES} must stay "
-                f"free, but {tightest.what} leaves {tightest.free_nbytes}.",
-                code="config.memory",
-                action="Raise that limit, keep fewer generations, or protect with fewer copies.",
-                path=str(self._folder.path),
-            )
-
-    def _newest_protected(self) -> Place | None:
-        """The place of the newest protected checkpoint that this node knows."""
-        sealings = [self._sealing(each) for each in protected_ids(self._folder)]
-        return max((each.generation.place for each in sealings if each is not None), default=None)
-
-    def _sealing(self, checkpoint_id: str) -> Sealing | None:
-        known = self._known_sealing(checkpoint_id) or self._sealings.get(checkpoint_id)
-        if known is None:
-            with suppress(FileNotFoundError, HoldfastError):
-                known = self._sealings[checkpoint_id] = Sealing(read_generation(self._folder, checkpoint_id))
-        return known
-
-    def forget(self, held: Collection[str]) -> None:
-        """Forget the manifests of all checkpoints but those in `held`."""
-        for checkpoint_id in self._sealings.keys() - set(held):
-            self._sealings.pop(checkpoint_id, None)
 
 
 class _RangeSink:
@@ -380,25 +325,6 @@ class _RangeSink:
     def abort(self) -> None:
         """The connection broke."""
         self._copies.end_transfer(self._incoming)
-
-
-class _GenerationSink:
-    """A `PutSink` for the generation of a checkpoint."""
-
-    def __init__(self, copies: PeerCopies, put: PutGeneration) -> None:
-        self.memory: Bytes = np.empty(put.nbytes, np.uint8)
-        self._copies = copies
-        self._put = put
-
-    def received(self, nbytes: int) -> None:
-        """Do nothing: it is looked at as a whole."""
-
-    def finish(self) -> PeerReply:
-        """All bytes have arrived."""
-        return self._copies.learn(self._put, self.memory.tobytes())
-
-    def abort(self) -> None:
-        """Do nothing: nobody has seen it."""
 
 
 def _blocks(contents: Contents, start: int, stop: int) -> Iterator[_DataBlock]:
@@ -451,7 +377,7 @@ def _is_of(slot: Slot, offer: OfferCopy) -> bool:
     """Whether a copy is what is offered."""
     record = slot.refresh()
     digests = tuple(filter(None, record.digests))
-    return record.state in _WHOLE and record.contents == offer.contents and digests == offer.digests
+    return record.state in KEPT and record.contents == offer.contents and digests == offer.digests
 
 
 def _has(slot: Slot, checkpoint_id: str) -> bool:
@@ -465,9 +391,3 @@ def _id_of(offer: OfferCopy) -> str:
 def _nbytes(contents: Contents) -> int:
     """The size of the region that the files of a slot take."""
     return contents.files[-1].stop
-
-
-def _free(slot: Slot) -> None:
-    """Free a copy that nobody needs, unless it is being written to the run."""
-    if slot.state in _WHOLE and slot.state != SlotState.SEALED and slot.take():
-        slot.advance(SlotRecord(SlotState.FREE))

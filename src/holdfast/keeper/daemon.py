@@ -25,6 +25,8 @@ import msgspec
 from holdfast.errors import CorruptError, FencedError, IncompatibleError, StorageError
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.disk_tier import DiskTier
+from holdfast.keeper.parity_rows import ParityRows
+from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.protecting import Protection
 from holdfast.keeper.writing import KeptFiles, StagedFiles, Writing
@@ -97,8 +99,10 @@ class Keeper:
         self._slots: dict[str, Slot] = {}
         self._generations: dict[str, Sealing] = {}
         self._disks = DiskTier(folder)
-        self._copies = PeerCopies(folder, self._generations.get)
-        self._protection = Protection(folder, self._copies, self._sealing)
+        self._peer_generations = PeerGenerations(folder, self._generations.get)
+        self._copies = PeerCopies(folder, self._peer_generations)
+        self._rows = ParityRows(folder, self._peer_generations)
+        self._protection = Protection(folder, self._copies, self._rows, self._peer_generations, self._sealing)
         self._sealers = ThreadPoolExecutor(_NUM_SEALERS, thread_name_prefix="holdfast-seal")
         self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="holdfast-persist")
         #: Slots that are being sealed, by name.
@@ -139,6 +143,7 @@ class Keeper:
             is_left_empty = was_tended and not self._slots
             if time.monotonic() - busy_at > (min(idle_s, _LEFT_EMPTY_S) if is_left_empty else idle_s):
                 self._copies.give_back()
+                self._rows.give_back()
                 self.give_back()
                 return
             if self.is_displaced and not self.owes:
@@ -199,6 +204,7 @@ class Keeper:
         self._writers.shutdown()
         for writing in (*self._waiting.values(), *([self._writing] if self._writing else [])):
             writing.close()
+        self._rows.close()
         self._copies.close()
         for slot in self._slots.values():
             slot.close()
@@ -266,8 +272,8 @@ class Keeper:
         processes."""
         held = {slot.record.contents.checkpoint_id for slot in self._slots.values() if slot.record.contents}
         self._disks.forget(held)
-        held.update(self._disks.owed, self._copies.ids)
-        self._copies.forget(held)
+        held.update(self._disks.owed, self._copies.ids, self._rows.ids)
+        self._peer_generations.forget(held)
         for checkpoint_id in set(known) - held:
             remove_generation(self._folder, checkpoint_id)
         for about in self._told.keys() - held - set(self._folder.names()):
@@ -305,6 +311,7 @@ class Keeper:
             given_up.discard(self._writing.sealing.generation.checkpoint_id)
         self._disks.give_up(given_up)
         self._copies.tend(given_up)
+        self._rows.tend(given_up)
         for slot in [*self._owed_at_rest(), *self._in_state(SlotState.HELD), *self._in_state(SlotState.ON_DISK)]:
             if slot.record.contents and slot.record.contents.checkpoint_id in given_up:
                 self._free(slot)

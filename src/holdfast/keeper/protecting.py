@@ -3,6 +3,9 @@
 An offer may be repeated at any time, and costs one round trip where the peer has the copy. So nothing about what was
 sent is written down: a new keeper offers again.
 
+Where nodes share parity, an offer is of all slots of a checkpoint that this node has, and the peers read from them what
+their rows need (`parity_rows`). So all files of a node are kept when all partners say that their rows are complete.
+
 The keeper begins to send slots of the newest generation only: an older one is of no use once that is protected. A
 trainer may fill a slot again in the middle of a transfer, if the run has its contents by then. The peer finds that by
 the digests, and gives the copy up.
@@ -13,25 +16,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
+from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.pacing import LinkPaces
+from holdfast.keeper.parity_rows import ParityPeers, ParityRows
+from holdfast.keeper.peer_generations import PeerGenerations
+from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
 from holdfast.keeper.persist import Sealing
-from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
+from holdfast.keeper.rebuilding import ChainSums, Rebuilder
+from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids, unmark_protected
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
-    PeerNode,
     PeerPort,
     PeerSecret,
     PeerTable,
@@ -44,25 +53,29 @@ from holdfast.node_memory.peering import (
 )
 from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile
 from holdfast.peers.peer_messages import (
+    CheckHeld,
     CopyKept,
     CopyWanted,
-    Damaged,
-    Declined,
     Finish,
+    Get,
     GetRange,
     MarkProtected,
     Noted,
     NoteProtected,
     OfferCopy,
+    OfferParity,
+    ParityWanted,
     PeerReply,
     PeerRequest,
     Put,
     PutGeneration,
     PutRange,
+    RebuildCopy,
     RequestRefused,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutPace, PutSink, Region
+from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutSink, Region
+from holdfast.store.base import Bytes
 from holdfast.store.retry_budget import RetryBudget
 
 #: Number of connections that send a slot to a peer at the same time, and number of slots sent at the same time.
@@ -70,13 +83,16 @@ _NUM_STREAMS: Final = 2
 _NUM_SENDERS: Final = 4
 #: Bytes of a slot that one request sends.
 _RANGE_NBYTES: Final = 16 << 20
-#: Limits for a peer to answer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB) and in all; to
-#: receive a range; and any other request.
+#: Limits for a peer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB), and to receive a range.
 _MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
-_ANSWER_S: Final = 30.0
 _RANGE_S: Final = 600.0
+#: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
+_PATIENCE_S: Final = 20.0
+_PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
 #: Interval at which a keeper says again that its copies are kept, until the generation is marked.
 _SAY_AGAIN_S: Final = 1.0
+#: Interval at which a peer is asked again whether its rows of parity are complete.
+_ASK_AGAIN_S: Final = 0.1
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
 #: More than the resolution of the times of files.
 _TICK_NS: Final = 100_000_000
@@ -85,13 +101,21 @@ _log = logging.getLogger(__name__)
 
 
 class _Sending(NamedTuple):
-    """The sending of a slot with these `contents` to the peer number `target` of the `session`."""
+    """The sending of `slots` of the checkpoint of these `contents` to the peer number `target` of the `session`.
+    Returns whether the peer has all that it needs of them."""
 
     session: _PeerSession
-    slot: Slot
+    slots: tuple[Slot, ...]
     contents: Contents
     target: int
-    sent: Future[None]
+    sent: Future[bool]
+    begun_s: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it takes so long that saves should not wait for it."""
+        nbytes = sum(slot.nbytes for slot in self.slots)
+        return time.monotonic() - self.begun_s > _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES
 
 
 @dataclass
@@ -108,9 +132,10 @@ class _PeerState:
         self.num_failures += 1
         self.trouble = trouble
 
-    def work(self) -> None:
-        """Note a success."""
-        self.retry_at, self.num_failures, self.trouble = 0.0, 0, ""
+    def work(self, *, is_done: bool = True) -> None:
+        """Note a success; unless it `is_done`, the peer is asked again soon."""
+        self.retry_at = 0.0 if is_done else time.monotonic() + _ASK_AGAIN_S
+        self.num_failures, self.trouble = 0, ""
 
 
 @dataclass
@@ -132,11 +157,6 @@ class _PeerSession:
 
     def __post_init__(self) -> None:
         self.paces = LinkPaces(self.table.pacing)
-
-    @property
-    def targets(self) -> tuple[int, ...]:
-        """The peers that get copies of this node's slots."""
-        return self.table.targets[self.table.own]
 
     def state(self, peer: int) -> _PeerState:
         """The state of the way to a peer."""
@@ -160,11 +180,23 @@ class _PeerSession:
 
 
 class Protection:
-    """The protection of the slots in `folder` by peers, and of slots of peers by this node. Only the one thread of the
-    keeper uses it, except for `answer`, `sink` and `source`, which threads of the listener call."""
+    """The protection of the slots in `folder` by peers, and of slots of peers by this node: by `copies` and `rows` of
+    parity. Only the one thread of the keeper uses it, except for `answer`, `sink` and `source`, which threads of the
+    listener call."""
 
-    def __init__(self, folder: NodeFolder, copies: PeerCopies, sealing_of: Callable[[str], Sealing | None]) -> None:
+    def __init__(
+        self,
+        folder: NodeFolder,
+        copies: PeerCopies,
+        rows: ParityRows,
+        generations: PeerGenerations,
+        sealing_of: Callable[[str], Sealing | None],
+    ) -> None:
         self.copies = copies
+        self.rows = rows
+        self._own = OwnSlots()
+        self._sums = ChainSums(self._own, rows, generations, self._way_to)
+        self._rebuilder = Rebuilder(copies, self._sums)
         self._folder = folder
         self._sealing_of = sealing_of
         self._session: _PeerSession | None = None
@@ -185,10 +217,16 @@ class Protection:
         secret, table = noted_secret(self._folder), noted_table(self._folder)
         if secret != self._secret:
             self._listen(secret)
+        session = self._session
         if secret is None or table is None or table.secret_digest != digest_of(secret.secret):
-            self._session = None
-        elif self._session is None or self._session.table != table:
-            self._session = _PeerSession(secret, table)
+            session = None
+        elif session is None or session.table != table:
+            session = _PeerSession(secret, table)
+            if table.parity is None:
+                self._forget_marks()
+        if session is not self._session:
+            self._session = session
+            self.rows.join(self._parity_peers(session))
         # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
         is_past = abs(time.time_ns() - changed_ns) > _TICK_NS
         self._met_ns = changed_ns if is_past else -1
@@ -196,26 +234,29 @@ class Protection:
     def look(self, slots: Iterable[Slot]) -> bool:
         """Record which copies are kept, mark what is protected, and start to send what is due. Returns whether anything
         is under way."""
+        whole = [slot for slot in slots if slot.record.state in WHOLE]
+        self._own.show(whole)
         session = self._session
         if session is None:
             return False
         self._end_sends()
         marked = protected_ids(self._folder)
-        whole = [slot for slot in slots if slot.record.state in WHOLE]
         session.forget(whole)
         due = _newest(whole, marked)
-        for slot in due:
-            for target in session.targets:
-                self._start(session, slot, target)
+        if session.table.parity is None:
+            for slot in due:
+                for target in session.table.partners:
+                    self._start_copy(session, slot, target)
+        elif due:
+            self._offer_parity(session, due)
         self._say(session, due)
-        trouble = next((each.trouble for each in session.peers.values() if each.trouble), "")
-        self._tell(trouble)
+        self._tell(self._trouble(session))
         return bool(self._sending)
 
     @property
     def being_read(self) -> set[str]:
-        """The names of the slots that are being sent."""
-        return {name for name, _ in self._sending}
+        """The names of the slots that are being sent, or that peers read."""
+        return {name for name, _ in self._sending} | self._own.being_read
 
     @property
     def is_sending(self) -> bool:
@@ -234,33 +275,55 @@ class Protection:
         if self._session is not None:
             self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
+        self._sums.close()
 
     def answer(self, request: PeerRequest) -> PeerReply:
         """As `PeerService.answer`."""
+        reply: PeerReply = Noted()
         match request:
             case OfferCopy():
-                return self.copies.offer(request)
+                reply = self.copies.offer(request)
             case Finish():
-                return self.copies.finish(request.token)
-            case NoteProtected():
-                session = self._session
-                if session is None:
-                    return RequestRefused("this keeper has no table of peers yet")
+                reply = self.copies.finish(request.token)
+            case OfferParity():
+                reply = self.rows.offer(request)
+            case RebuildCopy():
+                reply = self._rebuilder.rebuild(request)
+            case CheckHeld():
+                reply = self._sums.check(request)
+            case NoteProtected() if (session := self._session) is not None:
                 self._count(session, request.checkpoint_id, request.files, request.num_files)
-                return Noted()
+            case NoteProtected():
+                reply = RequestRefused("this keeper has no table of peers yet")
             case MarkProtected():
                 mark_protected(self._folder, request.checkpoint_id)
-                return Noted()
             case _:
-                return RequestRefused("this keeper does not serve such requests")
+                reply = RequestRefused("this keeper does not serve such requests")
+        return reply
 
     def sink(self, put: Put) -> PutSink:
         """As `PeerService.sink`."""
         return self.copies.sink(put)
 
-    def source(self, get: GetRange) -> AbstractContextManager[Region]:
+    def source(self, get: Get) -> AbstractContextManager[Region | Bytes]:
         """As `PeerService.source`."""
-        raise ValueError("this keeper does not serve such requests")
+        return self._own.region(get) if isinstance(get, GetRange) else nullcontext(self._sums.sum(get))
+
+    def _way_to(self, address: str) -> Way | None:
+        secret, transport = self._secret, self._transport
+        return None if secret is None or transport is None else Way(transport, address, secret.secret)
+
+    def _parity_peers(self, session: _PeerSession | None) -> ParityPeers | None:
+        """The peers that share parity with this node."""
+        if session is None or session.table.parity is None or self._transport is None:
+            return None
+        return ParityPeers(session.table, self._transport, session.secret.secret)
+
+    def _forget_marks(self) -> None:
+        """Forget what was protected by the nodes of an earlier job: some of these may be lost, and others are to get
+        copies. Peers that have a copy say so at once."""
+        for checkpoint_id in protected_ids(self._folder):
+            unmark_protected(self._folder, checkpoint_id)
 
     def _listen(self, secret: PeerSecret | None) -> None:
         """Listen for peers that know `secret`: where the keeper before this one did, if it can. With None, end that."""
@@ -283,20 +346,46 @@ class Protection:
         self._transport = transport
         note_port(self._folder, PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
 
-    def _start(self, session: _PeerSession, slot: Slot, target: int) -> None:
-        """Start to send `slot` to `target`, unless that is done, under way, or not to be tried again yet."""
-        contents, state = slot.record.contents, session.state(target)
+    def _start_copy(self, session: _PeerSession, slot: Slot, target: int) -> None:
+        """Start to send a copy of `slot` to `target`, unless that is not due."""
+        contents = slot.record.contents
         assert contents is not None
-        if (slot.name, target) in self._sending or target in session.kept.get((slot.name, contents.checkpoint_id), ()):
-            return
         sealing = self._sealing_of(contents.checkpoint_id)
-        if sealing is None or self._transport is None or time.monotonic() < state.retry_at:
+        if sealing is not None:
+            offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
+            self._start(session, (slot,), target, partial(_send, slot=slot, offer=offer, sealing=sealing))
+
+    def _offer_parity(self, session: _PeerSession, slots: Sequence[Slot]) -> None:
+        """Offer the `slots` of a checkpoint for parity, to this node's own rows and to its partners, if they are all
+        that this node has of it."""
+        contents, peers = slots[0].record.contents, self._parity_peers(session)
+        assert contents is not None
+        sealing = self._sealing_of(contents.checkpoint_id)
+        if sealing is None or peers is None:
             return
-        peer = session.table.nodes[target]
-        offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
-        connect = _Way(self._transport, peer, session.secret.secret, session.paces.to(peer.address))
-        sent = self._senders.submit(_send, connect, slot, offer, sealing)
-        self._sending[slot.name, target] = _Sending(session, slot, contents, target, sent)
+        mine = tuple(sorted((SlotDigests.of(slot) for slot in slots), key=lambda slot: slot.rank))
+        own = session.table.own
+        if {part.file for slot in mine for part in slot.files} != peers.files(sealing, own):
+            return
+        offer = OfferParity(contents.checkpoint_id, own, mine)
+        self.rows.offer(offer)
+        for target in session.table.partners:
+            self._start(session, tuple(slots), target, partial(_offer, offer=offer, sealing=sealing))
+
+    def _start(self, session: _PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
+        """Start to send `slots` of one checkpoint to `target`, unless that is done, under way, or not to be tried again
+        yet."""
+        contents, state, name = slots[0].record.contents, session.state(target), slots[0].name
+        assert contents is not None
+        if (name, target) in self._sending or target in session.kept.get((name, contents.checkpoint_id), ()):
+            return
+        if self._transport is None or time.monotonic() < state.retry_at:
+            return
+        address = session.table.nodes[target].address
+        way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
+        self._sending[name, target] = _Sending(
+            session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
+        )
 
     def _end_sends(self) -> None:
         for key, sending in list(self._sending.items()):
@@ -306,11 +395,21 @@ class Protection:
             session, contents, error = sending.session, sending.contents, sending.sent.exception()
             state = session.state(sending.target)
             if error is None:
-                state.work()
-                session.kept.setdefault((sending.slot.name, contents.checkpoint_id), set()).add(sending.target)
-            elif sending.slot.refresh().contents == contents:  # else a trainer has filled it anew meanwhile
+                is_kept = sending.sent.result()
+                state.work(is_done=is_kept)
+                for slot in sending.slots if is_kept else ():
+                    session.kept.setdefault((slot.name, contents.checkpoint_id), set()).add(sending.target)
+            elif sending.slots[0].refresh().contents == contents:  # else a trainer has filled it anew meanwhile
                 address = session.table.nodes[sending.target].address
-                state.fail(f"step {contents.step} has no copy at {address}: {error}")
+                state.fail(f"step {contents.step} is not protected by {address}: {error}")
+
+    def _trouble(self, session: _PeerSession) -> str:
+        """The reason why saves should not wait for protection now; "" where there is none."""
+        for sending in self._sending.values():
+            if sending.session is session and sending.is_slow:
+                address = session.table.nodes[sending.target].address
+                return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
+        return next((each.trouble for each in session.peers.values() if each.trouble), self.rows.trouble)
 
     def _say(self, session: _PeerSession, due: Iterable[Slot]) -> None:
         """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
@@ -320,7 +419,7 @@ class Protection:
             contents = slot.record.contents
             assert contents is not None
             id_ = contents.checkpoint_id
-            if session.kept.get((slot.name, id_), set()) >= set(session.targets):
+            if session.kept.get((slot.name, id_), set()) >= set(session.table.partners):
                 kept.setdefault(id_, set()).update(part.file for part in contents.files)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()
@@ -342,8 +441,8 @@ class Protection:
 
     def _tell_peer(self, session: _PeerSession, peer: int, request: PeerRequest) -> None:
         if self._transport is not None:
-            way = _Way(self._transport, session.table.nodes[peer], session.secret.secret)
-            self._senders.submit(_ask, way, request)
+            way = Way(self._transport, session.table.nodes[peer].address, session.secret.secret)
+            self._senders.submit(ask, way, request)
 
     def _tell(self, trouble: str) -> None:
         if trouble != self._told:
@@ -353,19 +452,6 @@ class Protection:
             note_peer_trouble(self._folder, trouble)
 
 
-class _Way(NamedTuple):
-    """The way to a peer, and the pace at which copies go there."""
-
-    transport: PeerTransport
-    peer: PeerNode
-    secret: bytes
-    pace: PutPace | None = None
-
-    def connect(self) -> PeerConnection:
-        """Connect to the peer."""
-        return self.transport.connect(self.peer.address, secret=self.secret, timeout_s=_ANSWER_S)
-
-
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     """The slots of the newest generation among `slots`, unless it is marked as protected."""
     held = [(slot, contents) for slot in slots if (contents := slot.record.contents) is not None]
@@ -373,37 +459,49 @@ def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     return [slot for slot, contents in held if contents.place == newest and contents.checkpoint_id not in marked]
 
 
-def _ask(way: _Way, request: PeerRequest) -> None:
-    """Make a request whose failure does no harm, since it is made again."""
-    try:
-        with way.connect() as connection:
-            _require(connection.ask(request, timeout_s=_ANSWER_S), Noted, way)
-    except HoldfastError as error:
-        _log.info("%s", error)
+def _offer(way: Way, offer: OfferParity, sealing: Sealing) -> bool:
+    """Offer slots for the parity that a peer keeps. Returns whether its rows are complete.
+
+    Raises:
+        StorageError: the peer cannot be reached, or could not make its rows.
+    """
+    with way.connect() as connection:
+        reply = connection.ask(offer, timeout_s=ANSWER_S)
+        if isinstance(reply, ParityWanted):
+            if reply.needs_generation:
+                _put_generation(way, connection, sealing)
+            return False
+        require(reply, CopyKept, way)
+        return True
 
 
-def _send(way: _Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> None:
-    """Send a copy of `slot` to a peer; on return, the peer has it, whole and verified.
+def _put_generation(way: Way, connection: PeerConnection, sealing: Sealing) -> None:
+    data = encode_generation(sealing.generation)
+    put = PutGeneration(sealing.generation.checkpoint_id, len(data))
+    require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
+
+
+def _send(way: Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> bool:
+    """Send a copy of `slot` to a peer; on return, the peer has it, whole and verified. Returns true.
 
     Raises:
         StorageError: the peer cannot be reached, has no room, or found other bytes than were offered.
     """
     nbytes = offer.contents.files[-1].stop
     with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=_ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
+        reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
         if isinstance(reply, CopyWanted):
             if reply.needs_generation:
-                data = encode_generation(sealing.generation)
-                put = PutGeneration(offer.contents.checkpoint_id, len(data))
-                _require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
+                _put_generation(way, connection, sealing)
             ranges = _ranges(offer.contents)
             _send_ranges(way, connection, slot, reply.token, ranges)
             reply = connection.ask(Finish(reply.token), timeout_s=_RANGE_S)
-        _require(reply, CopyKept, way)
+        require(reply, CopyKept, way)
+        return True
 
 
 def _send_ranges(
-    way: _Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
+    way: Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
 ) -> None:
     """Send the `ranges` of `slot` by several connections, each of which takes the next one when it is done with one."""
     (fd, offset), lock = slot.region, Lock()
@@ -416,9 +514,8 @@ def _send_ranges(
         while (following_range := following()) is not None:
             start, stop = following_range
             put = PutRange(token, start, stop - start)
-            _require(
-                stream.put(put, Region(fd, offset + start, stop - start), timeout_s=_RANGE_S, pace=way.pace), Noted, way
-            )
+            region = Region(fd, offset + start, stop - start)
+            require(stream.put(put, region, timeout_s=_RANGE_S, pace=way.pace), Noted, way)
 
     def send_by_another() -> None:
         with way.connect() as stream:
@@ -442,15 +539,3 @@ def _ranges_of(part: SlotFile) -> Iterator[tuple[int, int]]:
     while start < part.stop:
         yield start, min(stop, part.stop)
         start, stop = stop, stop + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES
-
-
-def _require(reply: PeerReply, kind: type[PeerReply], way: _Way) -> None:
-    if isinstance(reply, kind):
-        return
-    reason = reply.reason if isinstance(reply, Declined | Damaged | RequestRefused) else repr(reply)
-    raise StorageError(
-        f"the keeper at {way.peer.address} does not keep a copy: {reason}",
-        code="storage.peer",
-        action="No action needed: holdfast tries again. If this goes on, look at that node.",
-        retryable=True,
-    )

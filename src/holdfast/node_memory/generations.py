@@ -109,6 +109,11 @@ def mark_protected(folder: NodeFolder, checkpoint_id: str) -> None:
         os.close(folder.create(_PROTECTED_PREFIX + checkpoint_id))
 
 
+def unmark_protected(folder: NodeFolder, checkpoint_id: str) -> None:
+    """Record that a generation has to be protected anew."""
+    folder.discard(_PROTECTED_PREFIX + checkpoint_id)
+
+
 def is_protected(folder: NodeFolder, checkpoint_id: str) -> bool:
     """Whether a generation is protected."""
     return folder.has(_PROTECTED_PREFIX + checkpoint_id)

@@ -22,7 +22,17 @@ from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
 from holdfast.node_memory.noted_disks import forget_disks
 from holdfast.node_memory.peering import forget_peers
-from holdfast.node_memory.slots import SPENT, Slot, SlotRecord, SlotState, copy_names, rank_of, slot_names
+from holdfast.node_memory.slots import (
+    SPENT,
+    Slot,
+    SlotKind,
+    SlotRecord,
+    SlotState,
+    copy_names,
+    parity_names,
+    rank_of,
+    slot_names,
+)
 from holdfast.store.base import Location
 from holdfast.store.urls import canonical, text_of
 
@@ -146,7 +156,7 @@ def remove_ended(folder: NodeFolder) -> bool:
     folder again. So does a keeper that finds that the lock file it has locked was removed (`try_lock`). A file that
     either of them creates before the folder itself is removed keeps the folder.
     """
-    if slot_names(folder) or copy_names(folder) or not remove_claims(folder):
+    if list(_all_names(folder)) or not remove_claims(folder):
         return False
     for checkpoint_id in {*generation_ids(folder), *given_up_ids(folder)}:
         remove_generation(folder, checkpoint_id)
@@ -179,9 +189,15 @@ def _is_spent(record: SlotRecord) -> bool:
     return record.state in SPENT
 
 
+def _all_names(folder: NodeFolder) -> Iterator[str]:
+    """The names of the slots in a folder, and of the copies and parity that its keeper holds for other nodes."""
+    yield from slot_names(folder)
+    yield from copy_names(folder)
+    yield from parity_names(folder)
+
+
 def _held_in(folder: NodeFolder) -> Iterator[HeldSlot]:
-    """The slots in a folder, and the copies that its keeper holds for other nodes."""
-    for name in (*slot_names(folder), *copy_names(folder)):
+    for name in _all_names(folder):
         with suppress(FileNotFoundError):
             try:
                 with Slot(folder, name) as slot:
@@ -194,7 +210,7 @@ def _held(folder: NodeFolder, slot: Slot) -> HeldSlot:
     contents = slot.record.contents
     is_freeable = slot.state in SPENT or (slot.state == SlotState.WRITING and not slot.is_taken)
     is_durable = is_freeable and slot.state != SlotState.FENCED
-    has_trainer = is_claimed(folder, None if slot.is_copy else slot.rank)
+    has_trainer = is_claimed(folder, slot.rank if slot.kind is SlotKind.SNAPSHOT else None)
     step = contents.step if contents else None
     return HeldSlot(
         slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable, is_freeable

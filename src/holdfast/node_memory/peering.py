@@ -55,6 +55,15 @@ class PeerNode(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class ParityTable(msgspec.Struct, frozen=True, array_like=True):
+    """The `groups` of nodes that share parity, as numbers of nodes in the order of each group, of which `losses` may be
+    lost; and the ranks of each node."""
+
+    losses: int
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+
 class PacingRules(msgspec.Struct, frozen=True, array_like=True):
     """The pace at which keepers send copies, and the most bytes that each node sends in a second."""
 
@@ -63,20 +72,40 @@ class PacingRules(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PeerTable(msgspec.Struct, frozen=True, array_like=True):
-    """The nodes of a job, of which this one is number `own`, and for each the numbers of the nodes to which it sends
-    copies of its slots, at the pace of `pacing`. `secret_digest` is that of the job's secret."""
+    """The nodes of a job, of which this one is number `own`. For each there are the numbers of the nodes to which it
+    sends copies of its slots; or `parity` says which nodes keep parity for each other. They send at the pace of
+    `pacing`. `secret_digest` is that of the job's secret."""
 
     secret_digest: bytes
     own: int
     nodes: tuple[PeerNode, ...]
     targets: tuple[tuple[int, ...], ...]
+    parity: ParityTable | None = None
     pacing: PacingRules = PacingRules()
 
     @property
     def is_sound(self) -> bool:
         """Whether all numbers are those of nodes."""
-        numbers = {self.own, *(target for each in self.targets for target in each)}
-        return len(self.targets) == len(self.nodes) and numbers <= set(range(len(self.nodes)))
+        groups = () if self.parity is None else self.parity.groups
+        num_nodes = len(self.nodes)
+        numbers = {self.own, *(number for each in (*self.targets, *groups) for number in each)}
+        if not numbers <= set(range(num_nodes)) or len(self.targets) != num_nodes:
+            return False
+        return self.parity is None or (
+            len(self.parity.ranks) == num_nodes and sorted(sum(groups, ())) == list(range(num_nodes))
+        )
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The nodes that share parity with this one, in the order of their group, which includes this one; none without
+        parity."""
+        groups = () if self.parity is None else self.parity.groups
+        return next((group for group in groups if self.own in group), ())
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The nodes that protect this one's slots: those that get copies of them, or share parity."""
+        return self.targets[self.own] if self.parity is None else tuple(n for n in self.group if n != self.own)
 
 
 def digest_of(secret: bytes) -> bytes:

@@ -4,7 +4,8 @@ A slot is a file in a `NodeFolder`. Its first page holds its state; its data fil
 `DATA_START`, byte for byte as they will be on disk.
 
 The copy of a slot of another node is a slot too, under a name of its own (`copy_names`): the keeper alone fills it, and
-trainers never take it. It goes from WRITING by STAGED, which it leaves at once, to HELD.
+trainers never take it. It goes from WRITING by STAGED, which it leaves at once, to HELD. So does a row of parity
+(`node_memory.parity_records`).
 
 The state of a slot decides which process may change it, so that at any time only one may:
 
@@ -57,7 +58,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from threading import Lock
 from typing import Final, NamedTuple, Self
 
@@ -84,16 +85,20 @@ _RESERVED_NBYTES: Final = 64 << 20
 _PROMOTION_S: Final = 5.0
 _LOOK_S: Final = 0.01
 
-_PREFIX: Final = "slot-"
-_NAME: Final = re.compile(r"slot-(\d+)-\w+")
-_COPY_PREFIX: Final = "copy-"
-_COPY_NAME: Final = re.compile(r"copy-(\d+)-\w+")
-
 _log = logging.getLogger(__name__)
 _MAGIC: Final = b"HFSLOT02"
 _CELL_NBYTES: Final = 2048
 #: Header of a cell: magic, sequence number, and the size and digest of the payload.
 _CELL: Final = struct.Struct("<8sQI16s")
+
+
+class SlotKind(StrEnum):
+    """What a slot is for, which its name begins with: a snapshot of a rank of this node; a copy of a slot of another
+    node; or a row of parity of slots of other nodes."""
+
+    SNAPSHOT = "slot"
+    COPY = "copy"
+    PARITY = "parity"
 
 
 class SlotState(IntEnum):
@@ -258,10 +263,10 @@ class Slot:
             raise
 
     @staticmethod
-    def create(folder: NodeFolder, *, rank: int, nbytes: int, is_copy: bool = False) -> Slot:
-        """Create a FREE slot for data files of up to `nbytes`, or one for the copy of a slot of another node. It takes
-        memory only when it is reserved or written."""
-        name = f"{_COPY_PREFIX if is_copy else _PREFIX}{rank}-{secrets.token_hex(8)}"
+    def create(folder: NodeFolder, *, rank: int, nbytes: int, kind: SlotKind = SlotKind.SNAPSHOT) -> Slot:
+        """Create a FREE slot for data files of up to `nbytes`. It takes memory only when it is reserved or written. A
+        row of parity has its number, 0 for P and 1 for Q, for a rank."""
+        name = f"{kind}-{rank}-{secrets.token_hex(8)}"
         new, fd = folder.create_unnamed()  # gets its name once it is complete: no process ever finds half a slot
         try:
             os.ftruncate(fd, DATA_START + -(-nbytes // HUGE_PAGE_NBYTES) * HUGE_PAGE_NBYTES)
@@ -290,9 +295,14 @@ class Slot:
         return rank_of(self.name)
 
     @property
+    def kind(self) -> SlotKind:
+        """What the slot is for."""
+        return SlotKind(self.name.partition("-")[0])
+
+    @property
     def is_copy(self) -> bool:
         """Whether this is the copy of a slot of another node."""
-        return self.name.startswith(_COPY_PREFIX)
+        return self.kind is SlotKind.COPY
 
     @property
     def region(self) -> tuple[int, int]:
@@ -531,13 +541,21 @@ class Slot:
 
 def slot_names(folder: NodeFolder, *, rank: int | None = None) -> list[str]:
     """The names of all slots in a folder, or of one rank's slots, sorted."""
-    names = [name for name in folder.names() if _NAME.fullmatch(name)]
-    return [name for name in names if rank is None or rank_of(name) == rank]
+    return [name for name in _names(folder, SlotKind.SNAPSHOT) if rank is None or rank_of(name) == rank]
 
 
 def copy_names(folder: NodeFolder) -> list[str]:
     """The names of the copies in a folder that its keeper holds for other nodes, sorted."""
-    return [name for name in folder.names() if _COPY_NAME.fullmatch(name)]
+    return _names(folder, SlotKind.COPY)
+
+
+def parity_names(folder: NodeFolder) -> list[str]:
+    """The names of the rows of parity in a folder that its keeper holds for other nodes, sorted."""
+    return _names(folder, SlotKind.PARITY)
+
+
+def _names(folder: NodeFolder, kind: SlotKind) -> list[str]:
+    return [name for name in folder.names() if re.fullmatch(rf"{kind}-\d+-\w+", name)]
 
 
 def promote_all(folder: NodeFolder, checkpoint_id: str, *, is_meant: Callable[[Slot], bool] = lambda _: True) -> None:

@@ -17,6 +17,16 @@ def peer_failed(address: str, what: str) -> StorageError:
     )
 
 
+def not_held(what: str) -> StorageError:
+    """A peer asked for `what`, which this node does not have, or no longer."""
+    return StorageError(
+        f"this node does not have {what}.",
+        code="storage.peer",
+        action="No action needed: a snapshot that is not whole is not used.",
+        tier="peer memory",
+    )
+
+
 def not_understood(what: str, *, address: str | None = None) -> StorageError:
     """A node, whose listener is at `address` if that is known, sent `what`, which no keeper of this version sends."""
     return StorageError(

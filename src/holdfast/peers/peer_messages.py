@@ -12,6 +12,7 @@ import msgspec
 
 from holdfast.decoding import decode_msgpack
 from holdfast.format.records import Count, Hex16, HexDigest
+from holdfast.node_memory.parity_records import ParityGroup, SlotDigests
 from holdfast.node_memory.slots import Contents
 from holdfast.peers.peer_errors import not_understood
 from holdfast.wording import count
@@ -68,6 +69,71 @@ class GetRange(PeerMessage, frozen=True):
     nbytes: Count
 
 
+class OfferParity(PeerMessage, frozen=True):
+    """Offer the sealed slots of a checkpoint that node number `sender` of the table of peers has, all of them, for the
+    rows of parity that the peer keeps. It asks for their bytes by `GetRange`.
+
+    Answered by `ParityWanted`, `CopyKept` where the rows are complete, or `Declined`.
+    """
+
+    checkpoint_id: Hex16
+    sender: Count
+    slots: tuple[SlotDigests, ...]
+
+
+class SumPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The `nbytes` from `start` of data file number `file`."""
+
+    file: Count
+    start: Count
+    nbytes: Count
+
+
+class SumHop(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One node of a chain. The keeper at `address` adds the product of `factor` with `nbytes` of its own, and
+    hands on `sum_nbytes` of the sum. Its own bytes are `parts` of its data files, one after the other; without parts,
+    those from `start` of its row of parity of stripe number `stripe`."""
+
+    address: str
+    factor: Annotated[int, msgspec.Meta(ge=1, le=255)]
+    nbytes: Count
+    sum_nbytes: Count
+    parts: tuple[SumPart, ...]
+    stripe: Count = 0
+    row: Count = 0
+    start: Count = 0
+
+
+class GetSum(PeerMessage, frozen=True):
+    """Ask the last of `hops` for its sum of a chain, which has `nbytes`. It asks the one before it in the same way.
+    Answered by `Sent`; the bytes follow."""
+
+    checkpoint_id: Hex16
+    nbytes: Count
+    hops: Annotated[tuple[SumHop, ...], msgspec.Meta(min_length=1)]
+
+
+class RebuildCopy(PeerMessage, frozen=True):
+    """Rebuild the copy `token` from the parity of a `group` of which the nodes with the numbers `lost` are lost. The
+    keepers of the others are at `addresses` ("" for lost ones), and the peer is number `own` or none of them (None).
+    Answered by `CopyKept`, `NodesFailed`, or `Declined` where the cause is not known."""
+
+    token: Count
+    group: ParityGroup
+    lost: tuple[Count, ...]
+    addresses: tuple[str, ...]
+    own: Count | None
+
+
+class CheckHeld(PeerMessage, frozen=True):
+    """Hash again what the peer has of a checkpoint: its own slots with these `files`, and `num_rows` of parity.
+    Answered by `Noted`, or by `Damaged` where something has changed or is gone."""
+
+    checkpoint_id: Hex16
+    files: tuple[Count, ...]
+    num_rows: Count
+
+
 class NoteProtected(PeerMessage, frozen=True):
     """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
 
@@ -91,7 +157,21 @@ class CopyWanted(PeerMessage, frozen=True):
 
 
 class CopyKept(PeerMessage, frozen=True):
-    """The peer holds the copy, whole and verified."""
+    """The peer holds the copy, or all its rows of parity of the checkpoint, whole and verified."""
+
+
+class ParityWanted(PeerMessage, frozen=True):
+    """The rows of the peer are not complete yet. With `needs_generation`, the peer lacks the generation file of the
+    checkpoint, and needs it first."""
+
+    needs_generation: bool
+
+
+class NodesFailed(PeerMessage, frozen=True):
+    """The nodes of the group with these `numbers` did not answer, or found damage in what they have."""
+
+    numbers: tuple[Count, ...]
+    reason: str
 
 
 class Declined(PeerMessage, frozen=True):
@@ -123,8 +203,13 @@ class RequestRefused(PeerMessage, frozen=True):
 
 
 Put: TypeAlias = PutRange | PutGeneration
-PeerRequest: TypeAlias = OfferCopy | PutRange | PutGeneration | Finish | GetRange | NoteProtected | MarkProtected
-PeerReply: TypeAlias = CopyWanted | CopyKept | Declined | Damaged | Noted | Sent | RequestRefused
+Get: TypeAlias = GetRange | GetSum
+PeerRequest: TypeAlias = (
+    OfferCopy | OfferParity | Put | Get | Finish | RebuildCopy | CheckHeld | NoteProtected | MarkProtected
+)
+PeerReply: TypeAlias = (
+    CopyWanted | CopyKept | ParityWanted | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
+)
 
 
 def encode_message(message: PeerMessage) -> bytes:

@@ -17,7 +17,7 @@ from holdfast.errors import StorageError
 from holdfast.peers import handshake
 from holdfast.peers.peer_errors import not_understood, peer_failed
 from holdfast.peers.peer_messages import (
-    GetRange,
+    Get,
     Noted,
     PeerReply,
     PeerRequest,
@@ -93,7 +93,7 @@ class TcpConnection:
                 self._wire.send_bytes(data, deadline, pace)
             return self._reply(deadline)
 
-    def get(self, request: GetRange, out: Bytes, *, timeout_s: float) -> PeerReply:
+    def get(self, request: Get, out: Bytes, *, timeout_s: float) -> PeerReply:
         """Fill `out` with the bytes that `request` asks for."""
         _require_size(out.nbytes, request.nbytes)
         with self._exchange(request, timeout_s) as deadline:
@@ -129,9 +129,9 @@ class TcpConnection:
                 try:
                     self._wire.send_message(message, deadline)
                     yield deadline
-                except TimeoutError as error:
-                    raise peer_failed(self._address, f"did not answer within {timeout_s:g} s") from error
                 except OSError as error:
+                    if isinstance(error, TimeoutError) and error.errno is None:  # else the system got no sign of life
+                        raise peer_failed(self._address, f"did not answer within {timeout_s:g} s") from error
                     raise peer_failed(self._address, f"broke the connection: {error}") from error
         except BaseException:
             self._is_closed = True

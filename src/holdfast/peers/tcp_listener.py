@@ -21,7 +21,9 @@ from typing import Final, TypeVar
 from holdfast.errors import ConfigurationError, CorruptError, HoldfastError, StorageError
 from holdfast.peers import handshake
 from holdfast.peers.peer_messages import (
+    Get,
     GetRange,
+    GetSum,
     Noted,
     PeerReply,
     Put,
@@ -32,7 +34,7 @@ from holdfast.peers.peer_messages import (
     decode_request,
     encode_message,
 )
-from holdfast.peers.transport import PeerService
+from holdfast.peers.transport import PeerService, Region
 from holdfast.peers.wire import Wire, each_within, within
 from holdfast.wording import kind_of
 
@@ -215,7 +217,7 @@ class TcpListener:
         match request:
             case PutRange() | PutGeneration():
                 self._reply(wire, self._take(wire, request))
-            case GetRange():
+            case GetRange() | GetSum():
                 self._give(wire, request)
             case _:
                 self._reply(wire, _attempt(lambda: self._service.answer(request)))
@@ -234,15 +236,18 @@ class TcpListener:
             raise
         return _attempt(sink.finish)
 
-    def _give(self, wire: Wire, get: GetRange) -> None:
+    def _give(self, wire: Wire, get: Get) -> None:
         with ExitStack() as stack:
-            region = _attempt(lambda: stack.enter_context(self._service.source(get)))
-            if isinstance(region, RequestRefused):
-                self._reply(wire, region)
+            data = _attempt(lambda: stack.enter_context(self._service.source(get)))
+            if isinstance(data, RequestRefused):
+                self._reply(wire, data)
                 return
-            assert region.nbytes == get.nbytes
-            self._reply(wire, Sent(region.nbytes))
-            wire.send_region(region, each_within(self._limits.block_s))
+            assert data.nbytes == get.nbytes
+            self._reply(wire, Sent(data.nbytes))
+            if isinstance(data, Region):
+                wire.send_region(data, each_within(self._limits.block_s))
+            else:
+                wire.send_bytes(data, each_within(self._limits.block_s))
 
     def _reply(self, wire: Wire, reply: PeerReply) -> None:
         wire.send_message(encode_message(reply), within(self._limits.message_s))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
-from holdfast.peers.peer_messages import GetRange, PeerReply, PeerRequest, Put
+from holdfast.peers.peer_messages import Get, PeerReply, PeerRequest, Put
 from holdfast.store.base import Bytes
 
 
@@ -78,12 +78,12 @@ class PeerService(Protocol):
     """
 
     def answer(self, request: PeerRequest) -> PeerReply:
-        """Carry out a request without bytes: all but `Put` and `GetRange`."""
+        """Carry out a request without bytes: all but `Put` and `Get`."""
 
     def sink(self, put: Put) -> PutSink:
         """The place for the bytes of `put`. The peer sends them only after this has returned."""
 
-    def source(self, get: GetRange) -> AbstractContextManager[Region]:
+    def source(self, get: Get) -> AbstractContextManager[Region | Bytes]:
         """The bytes that `get` asks for. They must not change, and their descriptor must stay open, inside the ``with``
         block. The listener leaves it when all bytes are sent, or the connection broke."""
 
@@ -113,7 +113,7 @@ class PeerConnection(Protocol):
         """Send a request and its bytes, exactly as many as it names, and wait for the reply. No byte is sent where the
         peer refuses the request. `pace` says when they are sent; None: at once."""
 
-    def get(self, request: GetRange, out: Bytes, *, timeout_s: float) -> PeerReply:
+    def get(self, request: Get, out: Bytes, *, timeout_s: float) -> PeerReply:
         """Fill `out`, which has exactly as many bytes as `request` asks for. Returns `Sent` when it is full. Nothing is
         verified: compare the bytes with the digests of their file."""
 

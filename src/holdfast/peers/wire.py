@@ -31,6 +31,21 @@ from holdfast.store.base import Bytes
 #: Size and digest of a message.
 _FRAME: Final = struct.Struct("<I8s")
 
+#: The most bytes that one call receives. With less than 2 MiB, both ends take a tenth more processor time, for updates
+#: of the window; many MiB would have left the cache before they are hashed.
+_RECEIVED_NBYTES: Final = 4 * BLOCK_NBYTES
+#: The most bytes that one call of `sendfile` sends: with 4 MiB it takes more processor time. The call blocks, which
+#: costs less than to wait in `poll`, and the system ends it when the other end takes nothing for `_STALL_S`. So a peer
+#: that is never quite so slow ends half a minute after its deadline at the latest.
+_SENT_NBYTES: Final = 16 * BLOCK_NBYTES
+_STALL_S: Final = 0.1
+_TIMEVAL: Final = struct.Struct("@ll")
+#: Time after which a connection breaks whose other end acknowledges nothing, not even a probe: a node that is lost, or
+#: cut off, closes no connection. Probes begin after some seconds of silence.
+LOST_S: Final = 15
+_SILENT_S: Final = 5
+_PROBE_S: Final = 2
+
 #: Returns the time of the monotonic clock at which the next piece of up to `BLOCK_NBYTES` must have passed.
 Deadline = Callable[[], float]
 
@@ -57,8 +72,12 @@ class Wire:
         self._socket = connection
         #: Held while the socket is cut or closed: a closed one's descriptor may soon be that of another file.
         self._ending = Lock()
-        connection.setblocking(False)
+        connection.setblocking(True)  # for `sendfile` alone
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(_SILENT_S, LOST_S))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_S * 1000)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(connection, select.POLLIN)
         self._writable.register(connection, select.POLLOUT)
@@ -119,11 +138,13 @@ class Wire:
 
     def receive_bytes(self, out: Bytes, deadline: Deadline, received: Callable[[int], None] = lambda _: None) -> None:
         """Fill `out`. Calls `received` with the number of bytes that have arrived, after each block and at the end."""
-        view = out.data
-        for start in range(0, len(view), BLOCK_NBYTES):
-            block = view[start : start + BLOCK_NBYTES]
-            self._fill(block, deadline())
-            received(start + len(block))
+        view, done, reported, end_s = out.data, 0, 0, deadline()
+        while done < len(view):
+            done += self._received(view[done : done + _RECEIVED_NBYTES], end_s)
+            while reported < done and (done - reported >= BLOCK_NBYTES or done == len(view)):
+                reported = min(reported + BLOCK_NBYTES, done)
+                received(reported)
+                end_s = deadline()
 
     def cut(self) -> None:
         """End the connection: the thread that uses it gets an error. Never raises."""
@@ -135,6 +156,15 @@ class Wire:
         self.cut()
         with self._ending:
             self._socket.close()
+
+    def _limit_sendfile(self, end_s: float) -> None:
+        """Have the system end `sendfile` when the other end takes nothing until `end_s`, or for a while."""
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the deadline is over")
+        microseconds = max(int(1e6 * min(left_s, _STALL_S)), 1)  # zero would be no limit
+        limit = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _send_pieces(
         self, send: Callable[[int, int], None], nbytes: int, deadline: Deadline, pace: PutPace | None
@@ -151,18 +181,18 @@ class Wire:
             start += piece.nbytes
 
     def _send_file(self, region: Region, start: int, stop: int, deadline: Deadline) -> None:
-        fd, end_s, next_piece = self._socket.fileno(), deadline(), start + BLOCK_NBYTES
+        fd, end_s, next_block = self._socket.fileno(), deadline(), start + BLOCK_NBYTES
         while start < stop:
+            self._limit_sendfile(end_s)
             try:
-                sent = os.sendfile(fd, region.fd, start, stop - start)
-            except BlockingIOError:
-                _poll(self._writable, end_s)
+                sent = os.sendfile(fd, region.fd, start, min(stop - start, _SENT_NBYTES))
+            except BlockingIOError:  # the other end took nothing for a while
                 continue
             if not sent:
                 raise _too_short(region)
             start += sent
-            if start >= next_piece:
-                end_s, next_piece = deadline(), start + BLOCK_NBYTES
+            if start >= next_block:
+                end_s, next_block = deadline(), start + BLOCK_NBYTES
 
     def _await_arrival(self, piece: PutPiece, end_s: float) -> None:
         """Wait until the other end's system has acknowledged `piece`, except for its tail; or has sent something or
@@ -185,20 +215,25 @@ class Wire:
     def _push(self, data: memoryview, end_s: float) -> None:
         while data:
             try:
-                data = data[self._socket.send(data) :]
+                data = data[self._socket.send(data, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 _poll(self._writable, end_s)
 
     def _fill(self, out: memoryview, end_s: float) -> None:
         while out:
+            out = out[self._received(out, end_s) :]
+
+    def _received(self, out: memoryview, end_s: float) -> int:
+        """Wait for bytes, and take as many as there are and `out` has room for. Returns their number."""
+        while True:
             try:
-                nbytes = self._socket.recv_into(out)
+                nbytes = self._socket.recv_into(out, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 _poll(self._readable, end_s)
                 continue
             if not nbytes:
                 raise ConnectionResetError("the other end closed the connection")
-            out = out[nbytes:]
+            return nbytes
 
 
 def _poll(poll: select.poll, end_s: float) -> None:

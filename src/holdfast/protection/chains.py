@@ -72,22 +72,25 @@ def rebuild_chains(striping: Striping, lost: Collection[str], wanted: Iterable[L
     Neighbouring ranges of a line with one receiver are rebuilt together if they follow each other.
 
     Raises:
-        ValueError: the group has lost more nodes than it tolerates, or a range is of no file of its owner.
+        ValueError: the group has lost more nodes than it tolerates, an owner is not lost, or a range is of no file of
+            its owner.
     """
     gone = striping.nodes.intersection(lost)
     if len(gone) > striping.losses:
         raise ValueError(f"{', '.join(sorted(gone))} are lost, but the parity of their group covers {striping.losses}")
     return [
         _chain(striping, gone, stripe=striping.stripe(owner, row), row=row, start=start, stop=stop, receiver=receiver)
-        for owner, receiver, begin, end in _spans(striping, wanted)
+        for owner, receiver, begin, end in _spans(striping, gone, wanted)
         for row, start, stop in _row_ranges(striping, owner, begin, end)
     ]
 
 
-def _spans(striping: Striping, wanted: Iterable[LostRange]) -> list[tuple[str, str, int, int]]:
+def _spans(striping: Striping, lost: frozenset[str], wanted: Iterable[LostRange]) -> list[tuple[str, str, int, int]]:
     """Owner, receiver, and range of the owner's line of all that is wanted."""
     found: list[tuple[str, str, int, int]] = []
     for owner, data, receiver in wanted:
+        if owner not in lost:
+            raise ValueError(f"node {owner} is not lost, or not of this group")
         start = striping.line(owner).offset(data)
         if found and found[-1][:2] == (owner, receiver) and found[-1][3] == start:
             start = found.pop()[2]

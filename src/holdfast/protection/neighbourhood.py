@@ -54,10 +54,10 @@ def levels_of(cards: Sequence[NodeCard]) -> list[DomainLevel]:
     for card in cards:
         if len(card.domains) != depth:
             raise ConfigurationError(
-                f"{cards[0].host} gives {list(cards[0].domains)} as its failure domains, and {card.host} gives "
-                f"{list(card.domains)}.",
+                f"{cards[0].host} gives {_given(cards[0])} as its failure domains, and {card.host} gives "
+                f"{_given(card)}.",
                 code="config.protection",
-                action="Let all nodes give as many domains, the smallest first.",
+                action="Give all nodes as many domains, by domain= or HOLDFAST_DOMAIN, such as block-2/rack-7.",
             )
     given = [_level([card.domains[first:] for card in cards]) for first in reversed(range(depth))]
     return [*given, _level([(card.host,) for card in cards])]
@@ -66,6 +66,11 @@ def levels_of(cards: Sequence[NodeCard]) -> list[DomainLevel]:
 def single_nodes(cards: Sequence[NodeCard]) -> DomainLevel:
     """Each node in a domain of its own."""
     return _level([(card.identity,) for card in cards])
+
+
+def _given(card: NodeCard) -> str:
+    """The domains of a node as a user gives them."""
+    return f"'{'/'.join(reversed(card.domains))}'" if card.domains else "none"
 
 
 def _level(keys: Sequence[tuple[str, ...]]) -> DomainLevel:

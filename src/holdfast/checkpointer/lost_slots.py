@@ -1,0 +1,159 @@
+"""What the ranks of a job do before they load a checkpoint of which nodes are lost: they have keepers rebuild it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from holdfast.checkpointer.peer_meeting import ReachedKeeper, reached
+from holdfast.checkpointer.rebuild_plan import LostSlots, Rebuild, RebuiltSlot
+from holdfast.control.channel import Channel
+from holdfast.control.deadline import Deadline
+from holdfast.cooperative.network import own_host
+from holdfast.errors import CorruptError, HoldfastError
+from holdfast.format.records import Place, Seal
+from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.peer_ways import Way
+from holdfast.keeper.rebuild_client import rebuild_copy
+from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import SlotDigests
+from holdfast.node_memory.slots import Contents
+from holdfast.peers.peer_messages import (
+    CopyKept,
+    Damaged,
+    Declined,
+    NodesFailed,
+    OfferCopy,
+    RebuildCopy,
+    RequestRefused,
+)
+from holdfast.peers.tcp import TcpPeers
+from holdfast.phases import attempt
+from holdfast.store.base import Location
+from holdfast.store.urls import text_of
+from holdfast.wording import count
+
+#: Part of the time that is left which a keeper gets to rebuild a slot, so that the ranks can go on without it.
+_SHARE: Final = 0.6
+
+
+class RebuildOutcome(NamedTuple):
+    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, and
+    why it was not rebuilt; "" if it was."""
+
+    place: Place
+    checkpoint_id: str
+    failed: frozenset[str]
+    trouble: str
+
+    def error(self, folder: NodeFolder) -> CorruptError:
+        """The error of a checkpoint that cannot be rebuilt."""
+        return CorruptError(
+            f"what was lost of checkpoint {self.place} with a node cannot be rebuilt: "
+            f"{self.trouble or 'it was rebuilt, and is not there'}",
+            code="corrupt.slot",
+            action="No action needed: holdfast uses an older checkpoint, or storage.",
+            path=str(folder.path),
+            tier="peer memory",
+        )
+
+
+class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):
+    """The address of the keeper of each node, by identity; "" where it does not listen."""
+
+    addresses: dict[str, str]
+
+
+class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
+    """What became of the slots that a rank had rebuilt, or all ranks."""
+
+    failed: tuple[str, ...]
+    trouble: str
+
+
+def rebuild_lost(
+    run: Location, folder: NodeFolder, seal: Seal, rebuild: Rebuild, channel: Channel, deadline: Deadline
+) -> RebuildOutcome:
+    """Have the keepers of the nodes rebuild what a checkpoint lacks, as copies. Collective."""
+
+    def listen() -> ReachedKeeper:
+        try:
+            ensure_keeper(folder, text_of(run))
+            return reached(folder, rebuild.secret)
+        except HoldfastError:  # then this node does not take part, and counts as lost
+            return ReachedKeeper(folder.identity(), "")
+
+    def told(found: Sequence[ReachedKeeper]) -> _KeeperAddresses:
+        return _KeeperAddresses({each.identity: each.address for each in found})
+
+    def mine() -> _RebuildReport:
+        silent = tuple(identity for identity, address in known.addresses.items() if not address)
+        if silent:
+            return _RebuildReport(silent, f"{count(len(silent), 'keeper')} did not listen")
+        way = Way(TcpPeers(own_host()), known.addresses[folder.identity()], rebuild.secret)
+        work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses, deadline)
+        reports = [
+            work.rebuilt(lost, slot) for lost in rebuild.lost for slot in lost.slots if slot.executor == channel.rank
+        ]
+        return _merged(reports)
+
+    known = channel.exchange("keepers", attempt(listen), told, deadline, takes=ReachedKeeper, gives=_KeeperAddresses)
+    report = channel.exchange("rebuilt", attempt(mine), _merged, deadline, takes=_RebuildReport, gives=_RebuildReport)
+    return RebuildOutcome(seal.place, seal.checkpoint_id, frozenset(report.failed), report.trouble)
+
+
+class _RankWork(NamedTuple):
+    """What a rank has the keeper of its node rebuild: of the checkpoint of `seal`, by keepers at these `addresses`."""
+
+    way: Way
+    own: str
+    seal: Seal
+    rebuild: Rebuild
+    addresses: dict[str, str]
+    deadline: Deadline
+
+    def rebuilt(self, lost: LostSlots, slot: RebuiltSlot) -> _RebuildReport:
+        """Have one slot rebuilt."""
+        identities = [node.identity for node in lost.group.nodes]
+        request = RebuildCopy(
+            0,
+            lost.group,
+            lost.lost,
+            tuple("" if at in lost.lost else self.addresses.get(each, "") for at, each in enumerate(identities)),
+            identities.index(self.own) if self.own in identities else None,
+        )
+        offer = OfferCopy(self._contents(slot.slot), slot.slot.digests, slot.slot.rank)
+        try:
+            timeout_s = _SHARE * self.deadline.remaining_s()
+            reply = rebuild_copy(self.way, offer, self.rebuild.generation, request, timeout_s=timeout_s)
+        except HoldfastError as error:
+            return _RebuildReport((), error.message)
+        match reply:
+            case CopyKept():
+                return _RebuildReport((), "")
+            case NodesFailed():
+                return _RebuildReport(tuple(identities[number] for number in reply.numbers), reply.reason)
+            case Damaged() | Declined() | RequestRefused():
+                return _RebuildReport((), reply.reason)
+            case _:
+                return _RebuildReport((), repr(reply))
+
+    def _contents(self, slot: SlotDigests) -> Contents:
+        first, *more = slot.files
+        return Contents(
+            self.rebuild.run_id,
+            self.seal.checkpoint_id,
+            self.seal.place,
+            self.seal.step,
+            first.file,
+            first.data_start,
+            first.nbytes,
+            second=more[0] if more else None,
+        )
+
+
+def _merged(reports: Sequence[_RebuildReport]) -> _RebuildReport:
+    failed = sorted({identity for report in reports for identity in report.failed})
+    return _RebuildReport(tuple(failed), next((report.trouble for report in reports if report.trouble), ""))

@@ -1,0 +1,112 @@
+"""The plan of a restore that rebuilds files from parity: which slots were lost, and which nodes get them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.node_memory.parity_records import ParityGroup, ParityRecord, SlotDigests
+
+
+class HeldRow(msgspec.Struct, frozen=True, array_like=True):
+    """A complete row of parity on a node, of a checkpoint."""
+
+    checkpoint_id: str
+    record: ParityRecord
+
+
+class RebuiltSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A lost slot, and the rank of the present job that has the keeper of its node rebuild it."""
+
+    slot: SlotDigests
+    executor: int
+
+
+class LostSlots(msgspec.Struct, frozen=True, array_like=True):
+    """The `slots` to rebuild of a group of nodes, of which those with the numbers `lost` are lost."""
+
+    group: ParityGroup
+    lost: tuple[int, ...]
+    slots: tuple[RebuiltSlot, ...]
+
+
+class Rebuild(msgspec.Struct, frozen=True, array_like=True):
+    """What has to be rebuilt before the ranks can restore a checkpoint of the run `run_id`. `generation` is the
+    encoded one, and `secret` the secret that all keepers prove to each other meanwhile."""
+
+    run_id: str
+    generation: bytes
+    secret: bytes
+    lost: tuple[LostSlots, ...]
+
+
+class NodeShare(NamedTuple):
+    """What a node has of a checkpoint: the digests of the files in its own slots, by number, and the rows of parity.
+    `ranks` are those of the present job on it."""
+
+    ranks: Sequence[int]
+    own: Mapping[int, str]
+    rows: Sequence[ParityRecord]
+
+
+def plan_rebuild(missing: Collection[int], nodes: Mapping[str, NodeShare]) -> tuple[LostSlots, ...] | None:
+    """The plan by which the `missing` files of a checkpoint are rebuilt from what the `nodes`, by identity, have of it.
+    None if some of them cannot be.
+
+    A node that lacks any of its slots or rows counts as lost. New nodes, which have nothing of the checkpoint, get what
+    was lost, each what its own ranks need if it can be; without new nodes, all share it.
+    """
+    found: list[LostSlots] = []
+    left, receivers = set(missing), _Receivers(nodes)
+    for group in {record.group: None for share in nodes.values() for record in share.rows}:
+        wanted = [(number, slot) for number, slot in _slots(group) if left & _files(slot)]
+        lost = tuple(number for number in range(len(group.nodes)) if not _is_here(group, number, nodes))
+        numbers = {number for number, _ in wanted}
+        if wanted and numbers <= set(lost) and len(lost) <= group.losses:
+            slots = tuple(RebuiltSlot(slot, receivers.take(slot)) for _, slot in wanted)
+            found.append(LostSlots(group, lost, slots))
+            left -= {file for _, slot in wanted for file in _files(slot)}
+    return None if left else tuple(found)
+
+
+class _Receivers:
+    """The nodes that get lost slots, with the bytes that each of them gets."""
+
+    def __init__(self, nodes: Mapping[str, NodeShare]) -> None:
+        new = {identity: share for identity, share in nodes.items() if not share.own and not share.rows}
+        self._nodes = {identity: share for identity, share in (new or nodes).items() if share.ranks}
+        self._is_new = bool(new)
+        self._nbytes = dict.fromkeys(self._nodes, 0)
+        self._num_taken = dict.fromkeys(self._nodes, 0)
+
+    def take(self, slot: SlotDigests) -> int:
+        """The rank that has `slot` rebuilt."""
+        own = [each for each, share in self._nodes.items() if slot.rank in share.ranks] if self._is_new else []
+        node = own[0] if own else min(self._nbytes, key=self._nbytes.__getitem__)
+        self._nbytes[node] += sum(part.nbytes for part in slot.files)
+        ranks = self._nodes[node].ranks
+        self._num_taken[node] += 1
+        return ranks[self._num_taken[node] % len(ranks)]
+
+
+def _slots(group: ParityGroup) -> Iterator[tuple[int, SlotDigests]]:
+    """All slots of a group, with the number of their node."""
+    for number, node in enumerate(group.nodes):
+        for slot in node.slots:
+            yield number, slot
+
+
+def _files(slot: SlotDigests) -> set[int]:
+    return {part.file for part in slot.files}
+
+
+def _is_here(group: ParityGroup, number: int, nodes: Mapping[str, NodeShare]) -> bool:
+    """Whether a node of a group has all its slots and rows."""
+    node = group.nodes[number]
+    share = nodes.get(node.identity)
+    if share is None:
+        return False
+    rows = {record.row for record in share.rows if record.group == group}
+    return node.files.items() <= share.own.items() and len(rows) >= group.losses

@@ -1,0 +1,91 @@
+"""The sealed slots of a keeper's own node, as its peers read them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import NamedTuple
+
+from holdfast.node_memory.slots import WHOLE, Slot, SlotFile
+from holdfast.peers.peer_errors import not_held
+from holdfast.peers.peer_messages import GetRange
+from holdfast.peers.transport import Region
+from holdfast.store.base import Bytes
+
+
+class _OwnFile(NamedTuple):
+    slot: Slot
+    part: SlotFile
+
+
+class OwnSlots:
+    """The whole slots of this node. The one thread of the keeper calls `show`, threads of the listener all else.
+
+    A trainer may fill a slot again while a peer reads it. The peer finds that by the digests.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[str, int], _OwnFile] = {}
+        self._lock = Lock()
+        self._readers: Counter[str] = Counter()
+
+    def show(self, slots: Iterable[Slot]) -> None:
+        """Let peers read these slots, and no others."""
+        files: dict[tuple[str, int], _OwnFile] = {}
+        for slot in slots:
+            contents = slot.record.contents
+            if contents is not None and slot.state in WHOLE:
+                files.update({(contents.checkpoint_id, each.file): _OwnFile(slot, each) for each in contents.files})
+        self._files = files
+
+    @property
+    def being_read(self) -> set[str]:
+        """The names of the slots that a peer is reading."""
+        with self._lock:
+            return set(self._readers)
+
+    def of(self, checkpoint_id: str) -> list[Slot]:
+        """The slots with a part of a checkpoint."""
+        found = {file.slot.name: file.slot for (id_, _), file in self._files.items() if id_ == checkpoint_id}
+        return list(found.values())
+
+    @contextmanager
+    def region(self, get: GetRange) -> Iterator[Region]:
+        """The range of a file that a peer asks for. The keeper does not free its slot inside the ``with`` block. Raises
+        `StorageError` where this node does not have it."""
+        slot, start = self._found(get.checkpoint_id, get.file, get.start, get.nbytes)
+        with self._lock:
+            self._readers[slot.name] += 1
+        try:
+            fd, offset = slot.region
+            fd = os.dup(fd)  # the keeper may close the slot meanwhile
+            try:
+                yield Region(fd, offset + start, get.nbytes)
+            finally:
+                os.close(fd)
+        finally:
+            with self._lock:
+                self._readers[slot.name] -= 1
+                self._readers += Counter()  # drops those that nobody reads
+
+    def view(self, checkpoint_id: str, file: int, start: int, nbytes: int) -> Bytes:
+        """The memory of a range of a file. Raises `StorageError` where this node does not have it."""
+        slot, begin = self._found(checkpoint_id, file, start, nbytes)
+        data = slot.data[begin : begin + nbytes]
+        if data.size != nbytes:
+            raise not_held(f"file {file} of checkpoint {checkpoint_id}")
+        return data
+
+    def _found(self, checkpoint_id: str, file: int, start: int, nbytes: int) -> tuple[Slot, int]:
+        """The slot with a range of a file, and the start of the range in its region."""
+        found = self._files.get((checkpoint_id, file))
+        contents = None if found is None else found.slot.refresh().contents
+        is_here = contents is not None and contents.checkpoint_id == checkpoint_id
+        if found is None or not is_here or found.slot.state not in WHOLE:
+            raise not_held(f"file {file} of checkpoint {checkpoint_id}")
+        if start < 0 or nbytes < 0 or start + nbytes > found.part.nbytes:
+            raise not_held(f"{nbytes} bytes from {start} on of file {file}")
+        return found.slot, found.part.start + start

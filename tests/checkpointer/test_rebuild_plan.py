@@ -1,0 +1,97 @@
+"""Which slots a restore rebuilds from parity, and where."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.checkpointer.rebuild_plan import NodeShare, plan_rebuild
+from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
+from holdfast.node_memory.slots import SlotFile
+
+MIB = 1 << 20
+
+
+def group_of(num_nodes: int, losses: int, *, per_node: int = 1) -> ParityGroup:
+    """Nodes "a", "b", ... with files in the order of their ranks."""
+    nodes = []
+    for number in range(num_nodes):
+        ranks = range(number * per_node, (number + 1) * per_node)
+        slots = tuple(SlotDigests(rank, (SlotFile(rank, 0, 4096, MIB),), (f"{rank:032x}",)) for rank in ranks)
+        nodes.append(GroupNode(chr(ord("a") + number), slots))
+    return ParityGroup(tuple(nodes), losses)
+
+
+def shares_of(group: ParityGroup, ranks: dict[str, list[int]]) -> dict[str, NodeShare]:
+    """The nodes that are left, with all that they had; new ones have nothing."""
+    striping, found = group.striping, {}
+    held = {node.identity: node for node in group.nodes}
+    for identity, here in ranks.items():
+        rows = [
+            ParityRecord(group, striping.stripe(identity, row), row) for row in striping.parity_rows if identity in held
+        ]
+        own = held[identity].files if identity in held else {}
+        found[identity] = NodeShare(here, own, rows if identity in held else [])
+    return found
+
+
+def test_what_a_new_node_replaces_is_rebuilt_there_by_its_ranks() -> None:
+    group = group_of(4, 1, per_node=2)
+    shares = shares_of(group, {"a": [0, 1], "new": [2, 3], "c": [4, 5], "d": [6, 7]})
+    plan = plan_rebuild([2, 3], shares)
+    assert plan is not None
+    (lost,) = plan
+    assert lost.lost == (1,)
+    assert {each.slot.rank for each in lost.slots} == {2, 3}
+    assert {each.executor for each in lost.slots} == {2, 3}
+
+
+def test_what_was_lost_is_shared_by_the_nodes_that_are_left() -> None:
+    group = group_of(4, 1, per_node=3)
+    shares = shares_of(group, {"a": [0, 1, 2], "c": [3, 4, 5], "d": [6, 7, 8]})
+    plan = plan_rebuild([3, 4, 5], shares)
+    assert plan is not None
+    executors = {each.executor for lost in plan for each in lost.slots}
+    assert {executor // 3 for executor in executors} == {0, 1, 2}
+
+
+def test_a_node_that_lacks_a_row_or_has_another_file_counts_as_lost() -> None:
+    group = group_of(4, 2)
+    shares = shares_of(group, {"a": [0], "b": [1], "d": [2]})
+    assert plan_rebuild([2], shares) is not None
+    shares["b"] = shares["b"]._replace(rows=shares["b"].rows[:1])
+    plan = plan_rebuild([2], shares)
+    assert plan is not None
+    assert plan[0].lost == (1, 2)
+    shares["d"] = shares["d"]._replace(own={3: "0" * 32})
+    assert plan_rebuild([2], shares) is None
+
+
+def test_files_of_nodes_that_are_in_no_group_cannot_be_rebuilt() -> None:
+    group = group_of(3, 1)
+    shares = shares_of(group, {"a": [0], "b": [1]})
+    assert plan_rebuild([2], shares) is not None
+    assert plan_rebuild([2, 3], shares) is None
+    assert plan_rebuild([2], {name: share._replace(rows=[]) for name, share in shares.items()}) is None
+
+
+def test_the_parity_of_two_groups_gives_what_each_of_them_lost() -> None:
+    first = group_of(3, 1)
+    second = ParityGroup(
+        tuple(
+            GroupNode(
+                node.identity.upper(),
+                tuple(
+                    msgspec.structs.replace(
+                        slot, rank=slot.rank + 3, files=(msgspec.structs.replace(slot.files[0], file=slot.rank + 3),)
+                    )
+                    for slot in node.slots
+                ),
+            )
+            for node in first.nodes
+        ),
+        1,
+    )
+    shares = shares_of(first, {"a": [0], "b": [1]}) | shares_of(second, {"B": [2], "C": [3]})
+    plan = plan_rebuild([2, 3], shares)
+    assert plan is not None
+    assert {(lost.group, lost.lost) for lost in plan} == {(first, (2,)), (second, (0,))}

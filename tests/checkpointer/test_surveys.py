@@ -1,0 +1,62 @@
+"""The survey of the memory of all nodes finds the newest whole checkpoint, and shares the reading of lost files."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from bench.layouts import fsdp
+from bench.lost_nodes import NEWER, OLDER, SimulatedJob, after_losses, simulated_job
+from holdfast.checkpoint.catalogue import Tier
+
+
+@pytest.fixture
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SimulatedJob]:
+    world_size, num_nodes = request.param
+    with simulated_job(fsdp(world_size), num_nodes, tmp_path) as job:
+        yield job
+
+
+@pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
+def test_the_copies_of_a_lost_node_are_read_on_all_nodes_that_hold_them(job: SimulatedJob) -> None:
+    nodes, copies = job.held(NEWER, Tier.NODE_MEMORY), job.held(NEWER, Tier.PEER_MEMORY)[3]
+    found = job.choice(job.inventories([nodes[0], nodes[1] + copies, nodes[2] + copies, ()]))
+    assert found.copied == (12, 13, 14, 15)
+    assert found.tier == "peer memory"
+    assert found.owners[:12] == tuple(range(12))
+    assert Counter(rank // 4 for rank in found.owners[12:]) == {1: 2, 2: 2}
+
+
+@pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
+def test_ranks_of_a_node_that_tell_different_files_are_all_heard(job: SimulatedJob) -> None:
+    found = job.inventories(job.held(NEWER, Tier.NODE_MEMORY))
+    parts = [structs.replace(each, held=each.held[rank % 4 :][:1]) for rank, each in enumerate(found)]
+    assert job.choice(parts).owners == tuple(range(16))
+
+
+@pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
+def test_a_generation_that_lacks_a_file_is_passed_over(job: SimulatedJob) -> None:
+    newer = job.held(NEWER, Tier.NODE_MEMORY)
+    newer[0] = newer[0][1:]
+    nodes = [older + files for older, files in zip(job.held(OLDER, Tier.NODE_MEMORY), newer, strict=True)]
+    found = job.choice(job.inventories(nodes))
+    assert found.folder.endswith(OLDER)
+    assert found.given_up == (NEWER,)
+
+
+@pytest.mark.parametrize("job", [(8960, 2048)], indirect=True, ids=["2,048 nodes"])
+def test_the_choice_of_2048_nodes_that_lost_5_percent_takes_less_than_a_second(job: SimulatedJob) -> None:
+    inventories = after_losses(job)
+    started = time.thread_time()
+    found = job.choice(inventories)
+    assert time.thread_time() - started < 1
+    assert found.folder.endswith(NEWER)
+    lost = {int(each.node.removeprefix("node-")) for each in inventories if not each.held}
+    assert len(lost) == 103
+    assert found.copied == tuple(file for file in range(job.num_files) if job.node_of[file] in lost)
+    assert {job.node_of[found.owners[file]] for file in found.copied} == {node + 1024 for node in lost}

@@ -1,0 +1,162 @@
+"""Keepers that rebuild slots of lost nodes together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from holdfast.keeper import rebuilding
+from holdfast.node_memory.parity_records import ParityGroup
+from holdfast.node_memory.slots import Slot, SlotState, copy_names, parity_names
+from holdfast.peers.peer_messages import CopyKept, Declined, NodesFailed, PeerReply
+from tests.keeper.parity_nodes import ParityNodes, Snapshot
+
+MIB = 1 << 20
+SIZES = ((3 * MIB + 5, MIB), (2 * MIB,), (1000,), (0, MIB + 7), (2 * MIB + 100,))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def protected(
+    path: Path, stack: ExitStack, losses: int, sizes: Sequence[Sequence[int]] = SIZES
+) -> tuple[ParityNodes, Snapshot]:
+    nodes = ParityNodes(path, stack, sizes, losses)
+    nodes.meet()
+    snapshot = Snapshot(nodes, 1).stage(nodes)
+    nodes.protect(snapshot)
+    nodes.look()
+    return nodes, snapshot
+
+
+def rebuilt(
+    nodes: ParityNodes, snapshot: Snapshot, lost: Sequence[int], receiver: int, group: ParityGroup
+) -> list[PeerReply]:
+    """Rebuild all slots of lost nodes, and compare those that succeed."""
+    replies = []
+    for file, rank in enumerate(snapshot.ranks):
+        if nodes.node_of(rank) in lost:
+            replies.append(nodes.rebuild(snapshot, file, lost, receiver, group))
+            if isinstance(replies[-1], CopyKept):
+                assert_same(nodes, snapshot, file, receiver)
+    return replies
+
+
+def assert_same(nodes: ParityNodes, snapshot: Snapshot, file: int, receiver: int) -> None:
+    folder, original = nodes.folders[receiver], snapshot.slots[file]
+    for name in copy_names(folder):
+        with Slot(folder, name) as copy:
+            contents = copy.record.contents
+            if contents is not None and contents.file == file:
+                assert copy.state == SlotState.HELD
+                assert copy.rank == original.rank
+                start = contents.data_start
+                assert copy.data[:start].tobytes() == original.data[:start].tobytes()
+                assert copy.data[start : contents.nbytes].tobytes() == snapshot.data[file]
+                return
+    pytest.fail(f"node {receiver} has no copy of file {file}")
+
+
+@pytest.mark.parametrize(
+    ("losses", "num_nodes"),
+    [pytest.param(1, 2, marks=pytest.mark.slow), (1, 5), (2, 3), pytest.param(2, 5, marks=pytest.mark.slow)],
+)
+def test_each_pattern_of_lost_nodes_is_rebuilt_bit_for_bit_at_survivors_and_at_a_new_node(
+    tmp_path: Path, stack: ExitStack, losses: int, num_nodes: int
+) -> None:
+    nodes, snapshot = protected(tmp_path, stack, losses, SIZES[:num_nodes])
+    new = nodes.add_stranger()
+    group = nodes.group_of(snapshot, 0)
+    for num_lost in range(1, losses + 1):
+        for lost in itertools.combinations(range(num_nodes), num_lost):
+            survivors = [number for number in range(num_nodes) if number not in lost]
+            for receiver in (survivors[0], survivors[-1], new):
+                replies = rebuilt(nodes, snapshot, lost, receiver, group)
+                assert set(replies) == {CopyKept()}, (lost, receiver)
+                for name in copy_names(nodes.folders[receiver]):  # the next pattern rebuilds them again
+                    nodes.folders[receiver].remove(name)
+                nodes.look()
+
+
+def test_what_was_really_lost_is_rebuilt_from_chains_of_several_pieces(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebuilding, "PIECE_NBYTES", 1 << 19)
+    nodes, snapshot = protected(tmp_path, stack, 2)
+    group = nodes.group_of(snapshot, 2)
+    nodes.lose(0, 4)
+    new = nodes.add_stranger()
+    assert rebuilt(nodes, snapshot, (0, 4), new, group) == [CopyKept()] * 3
+    assert rebuilt(nodes, snapshot, (0, 4), 2, group) == [CopyKept()] * 3
+    assert rebuilt(nodes, snapshot, (0, 4), 2, group) == [CopyKept()] * 3  # again: it has them
+
+
+def test_what_was_rebuilt_of_an_older_checkpoint_stays_until_a_newer_one_is_protected(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Copies of a rank that were older than the newest protected checkpoint were removed at the next look."""
+    nodes, first = protected(tmp_path, stack, 1, SIZES[:3])
+    nodes.protect(Snapshot(nodes, 2).stage(nodes))
+    group = nodes.group_of(first, 0)
+    assert rebuilt(nodes, first, (1,), 2, group) == [CopyKept()]
+    for _ in range(3):
+        nodes.look()
+    assert_same(nodes, first, 2, 2)
+    nodes.protect(Snapshot(nodes, 3).stage(nodes))
+    nodes.look()
+    assert copy_names(nodes.folders[2]) == []
+
+
+def test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    nodes, snapshot = protected(tmp_path, stack, 2)
+    group = nodes.group_of(snapshot, 0)
+    contents = snapshot.slots[2].record.contents  # of node 1
+    assert contents is not None
+    snapshot.slots[2].data[contents.nbytes - 1] ^= 1
+    (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
+    assert isinstance(reply, NodesFailed)
+    assert reply.numbers == (1,)
+    assert rebuilt(nodes, snapshot, (0, 1), 2, group) == [CopyKept()] * 3
+    snapshot.slots[2].data[contents.nbytes - 1] ^= 1
+    for name in copy_names(nodes.folders[2]):
+        nodes.folders[2].remove(name)
+    nodes.look()
+    for name in parity_names(nodes.folders[3]):
+        with Slot(nodes.folders[3], name) as row:
+            row.data[5] ^= 1
+    replies = rebuilt(nodes, snapshot, (0,), 2, group)
+    assert {reply.numbers for reply in replies if isinstance(reply, NodesFailed)} == {(3,)}
+
+
+def test_a_survivor_that_does_not_answer_or_has_lost_its_memory_counts_as_lost(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    nodes, snapshot = protected(tmp_path, stack, 2)
+    group = nodes.group_of(snapshot, 0)
+    nodes.lose(0)
+    nodes.keepers[1].close()
+    (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
+    assert isinstance(reply, NodesFailed)
+    assert reply.numbers == (1,)
+    nodes.restart(1)
+    nodes.look(0)
+    (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
+    assert isinstance(reply, CopyKept)
+
+
+def test_more_losses_than_the_parity_covers_and_chains_that_nobody_makes_are_refused(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    nodes, snapshot = protected(tmp_path, stack, 1, SIZES[:3])
+    group = nodes.group_of(snapshot, 0)
+    replies = rebuilt(nodes, snapshot, (0, 1), 2, group)
+    assert not any(isinstance(reply, CopyKept | NodesFailed | Declined) for reply in replies)
