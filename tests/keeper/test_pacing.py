@@ -80,7 +80,8 @@ def test_a_limit_holds_on_any_interface() -> None:
     pace = LinkPaces(PacingRules("auto", 20e6)).to("127.0.0.1:1")
     start_s = time.monotonic()
     assert put(pace, 10 * MIB)
-    assert time.monotonic() - start_s >= 0.45
+    assert put(pace, 10 * MIB)
+    assert time.monotonic() - start_s >= 0.6  # the last piece, of some MiB, is sent at once
 
 
 def test_nothing_is_held_back_within_a_node_or_where_the_user_wants_no_pace() -> None:
