@@ -25,6 +25,7 @@ from holdfast.node_memory.peering import (
     PeerTable,
     digest_of,
     forget_peers,
+    note_peer_trouble,
     note_secret,
     note_table,
     noted_port,
@@ -287,3 +288,11 @@ def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
     until(lambda: look(*keepers))
     meet(folders, keepers)
     until(lambda: look(*keepers) and bool(copy_names(folders[1])) and all(protected_ids(folder) for folder in folders))
+
+
+def test_the_trouble_of_an_earlier_keeper_does_not_outlive_it(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    note_peer_trouble(folders[0], "the peer is away")
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and peer_trouble(folders[0]) == "")

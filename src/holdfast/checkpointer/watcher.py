@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Final, NamedTuple
@@ -100,6 +101,9 @@ class Watcher:
         """Watch a save that was handed to the keeper, until it ends."""
         contents = None if part is None or slot is None else slot.record.contents
         files = () if contents is None else tuple(each.file for each in contents.files)
+        for pending in self._pending_now():
+            if pending.slot is None and pending.machine.is_over:  # nothing here shows when a newer save replaces it
+                pending.machine.leave_unprotected(replaced_unprotected(pending.machine.step, ""))
         with self._lock:
             self._pending.append(_Pending(machine, checkpoint_id, slot, part, files))
 
@@ -140,7 +144,7 @@ class Watcher:
             pending.machine.leave_unprotected(unwatched(pending.machine.step))
 
     def _needed_slots(self) -> list[Slot | None]:
-        return [each.needed_slot for each in self._pending_now()]
+        return [each.needed_slot for each in self._pending_now() if not each.machine.is_over]
 
     def _pending_now(self) -> list[_Pending]:
         with self._lock:
@@ -175,14 +179,14 @@ class Watcher:
 
     def _look_at_copies(self, pending: _Pending) -> None:
         """Look whether other nodes have copies of all files of a save."""
-        memory, machine = self.memory.current, pending.machine
+        memory, machine, slot = self.memory.current, pending.machine, pending.slot
         if memory is None:
             return
-        contents = None if pending.slot is None else pending.slot.record.contents
-        if is_protected(memory.folder, pending.checkpoint_id):
-            machine.protect()
-        elif pending.slot is not None and (contents is None or contents.checkpoint_id != pending.checkpoint_id):
-            machine.leave_unprotected(replaced_unprotected(machine.step, peer_trouble(memory.folder)))
+        with suppress(OSError):  # another thread is giving the memory back
+            if is_protected(memory.folder, pending.checkpoint_id):
+                machine.protect()
+            elif slot is not None and not _holds(slot, pending.checkpoint_id):
+                machine.leave_unprotected(replaced_unprotected(machine.step, peer_trouble(memory.folder)))
 
     def _look_at_slot(self, pending: _Pending, slot: Slot) -> None:
         machine, checkpoint_id = pending.machine, pending.checkpoint_id
@@ -281,6 +285,13 @@ class Watcher:
             if _was_committed(storage, machine.place):
                 machine.commit()
         self._look_back_at = time.monotonic() + _LOOK_BACK_S
+
+
+def _holds(slot: Slot, checkpoint_id: str) -> bool:
+    """Whether a slot is there, and still holds a part of that checkpoint."""
+    contents = slot.refresh().contents
+    is_there = not (slot.is_closed or slot.is_removed)
+    return is_there and contents is not None and contents.checkpoint_id == checkpoint_id
 
 
 def _was_committed(storage: TimedStore, place: Place) -> bool:

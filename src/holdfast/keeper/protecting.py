@@ -224,6 +224,8 @@ class Protection:
             session = _PeerSession(secret, table)
         if session is not self._session:
             self._session = session
+            self._told = ""
+            note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
             self.rows.join(self._parity_peers(session))
         # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
         is_past = abs(time.time_ns() - changed_ns) > _TICK_NS

@@ -315,6 +315,11 @@ class Slot:
         return os.fstat(self._fd).st_blocks * 512 >= self.nbytes
 
     @property
+    def is_closed(self) -> bool:
+        """Whether this object was closed, and knows no more than the last record that it read."""
+        return self._fd < 0
+
+    @property
     def is_removed(self) -> bool:
         """Whether some process has removed or damaged the slot: no process would find a snapshot written to it."""
         with self._lock:
