@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpointer.events import SaveBegun, SaveUnprotected
 from holdfast.checkpointer.handle import Handle
+from holdfast.checkpointer.save_errors import replaced_unprotected
+from holdfast.checkpointer.save_log import SaveLog
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import StorageError
@@ -66,6 +69,15 @@ def test_the_wait_for_protection_does_not_keep_memory_and_ends_with_the_slot(tmp
     with pytest.raises(StorageError, match="replaced in memory") as caught:
         watched.handle.protected.wait(10)
     assert caught.value.code == "storage.unprotected"
+
+
+def test_the_first_rank_logs_a_save_that_was_not_protected(caplog: pytest.LogCaptureFixture) -> None:
+    for is_first_rank in (True, False):
+        log = SaveLog(Handle(7))
+        log.hear(SaveBegun(7, "node memory", is_first_rank, memory_only=False))
+        log.hear(SaveUnprotected(7, replaced_unprotected(7, "node 3 is away")))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "node 3 is away" in caplog.text
 
 
 def test_a_rank_without_a_part_waits_for_the_protection_of_its_last_save_alone(

@@ -11,6 +11,7 @@ from holdfast.checkpointer.events import (
     SaveEvent,
     SaveFailed,
     SaveSkipped,
+    SaveUnprotected,
     StateRestored,
 )
 from holdfast.checkpointer.handle import Handle
@@ -50,6 +51,8 @@ class SaveLog:
             case SaveDelayed() if event.trouble not in self._told:
                 self._told.add(event.trouble)
                 _log.warning("step %d is not durable yet; the keeper tries again: %s", event.step, event.trouble)
+            case SaveUnprotected() if self._tells_commit and event.error.code == "storage.unprotected":
+                _log.warning("%s", event.error)  # no rank's save is protected where one is not
             case SaveSkipped():
                 _log.log(logging.DEBUG if self._is_in_memory_only else logging.WARNING, "%s", event.error)
             case SaveFailed() if event.cause is not None:
