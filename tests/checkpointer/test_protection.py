@@ -122,7 +122,7 @@ def damage_copies(run: str, node: Path, step: int) -> int:
     return num_damaged
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
+@pytest.mark.parametrize("damaged", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
     tmp_path: Path, nodes: list[Path], damaged: int
 ) -> None:

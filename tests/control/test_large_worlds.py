@@ -195,7 +195,7 @@ def exchange_in_pairs(killed: int, phase: int) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("killed", [0, 1, 2, 3])
+@pytest.mark.parametrize("killed", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 2, 3))])
 def test_a_rank_that_is_killed_is_noticed_at_once_whatever_its_part_in_the_tree(killed: int) -> None:
     with pytest.raises(RanksFailedError) as caught:
         run_ranks(4, exchange_in_pairs, killed, 1)
@@ -208,7 +208,7 @@ def test_a_rank_that_is_killed_is_noticed_at_once_whatever_its_part_in_the_tree(
         assert waited_s < 6
 
 
-@pytest.mark.parametrize("given_up", [1, 3, 5])
+@pytest.mark.parametrize("given_up", [3, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 5))])
 def test_a_rank_that_is_given_up_ends_the_wait_of_its_group(given_up: int) -> None:
     store = dist.HashStore()
 

@@ -311,7 +311,11 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.usefixtures("network")  # nodes can be emulated here
 @pytest.mark.parametrize(
-    "end", [nursery.Process.kill, lambda process: process.send(signal.SIGTERM)], ids=["KILL", "TERM"]
+    "end",
+    [
+        pytest.param(nursery.Process.kill, id="KILL"),
+        pytest.param(lambda process: process.send(signal.SIGTERM), id="TERM", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_test_leaves_no_process_interface_or_mount_behind(
     tmp_path: Path, err: Path, end: Callable[[nursery.Process], object]
