@@ -3,6 +3,7 @@ ranks again when one fails or leaves."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,8 @@ class Meeting:
 
 def agent(meeting: Meeting, spec: Spec) -> None:
     """The function of an agent's process, which is that of torchrun. It forks its rank, which has torch then."""
+    # Else ranks that start again find the addresses of gloo of the ranks before them in the store that they share.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=meeting.min_nodes,
         max_nodes=meeting.max_nodes,

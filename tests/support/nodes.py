@@ -130,6 +130,11 @@ class Node:
         return Path(f"/proc/{self.init}/root{MEMORY}")
 
     @property
+    def card(self) -> str:
+        """The hardware address of the node's interface."""
+        return f"02:00:00:00:{self.number >> 8:02x}:{self.number & 0xFF:02x}"
+
+    @property
     def port(self) -> str:
         """The interface of the switch that leads to this node."""
         return f"port{self.number}"
@@ -286,7 +291,8 @@ class Network:
             "ip",
             self.switch,
             [
-                f"link add {node.port} type veth peer name {INTERFACE} netns {node.init}",
+                # A machine keeps the address of its card when it boots, so that others need not ask for it anew.
+                f"link add {node.port} type veth peer name {INTERFACE} address {node.card} netns {node.init}",
                 f"link set {node.port} master {_NEAR} up",
             ],
         )
