@@ -71,7 +71,9 @@ def _show(description: str, meter: Meter, over: Event, after_s: float) -> None:
 
     with bar() as shown:
         task = shown.add_task(description, total=None)
+        is_over = False
         while True:
             shown.update(task, total=meter.total, completed=meter.done, refresh=True)
-            if over.wait(_LOOK_S):
+            if is_over:
                 return
+            is_over = over.wait(_LOOK_S)  # then once more: the work may have been too quick for the last look
