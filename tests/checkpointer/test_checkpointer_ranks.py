@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-from holdfast import Checkpointer, Memory, StateError
+from holdfast import Checkpointer, Memory, RestoreReport, StateError
 from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.slots import Slot, slot_names
 from tests.checkpointer.test_checkpointer import Loop, folder_of, holdfast_rollback, late_copies
@@ -55,6 +55,12 @@ def save_steps(run: str, node_dirs: Sequence[Path], steps: Sequence[int]) -> Non
 
 
 def restore_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool]:
+    report, same = restored_columns(run, node_dirs)
+    return report.tier, report.next_step, same
+
+
+def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[RestoreReport, bool]:
+    """The report of a restore, by columns, and whether all bits are those of the restored step."""
     start_new_job()
     memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
     state = sharded(-1, dim=1)
@@ -65,8 +71,7 @@ def restore_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, in
     weight, other = state["w"], wanted["w"]
     assert isinstance(weight, DTensor)
     assert isinstance(other, DTensor)
-    same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
-    return report.tier, report.next_step, same
+    return report, torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
 
 
 @pytest.fixture

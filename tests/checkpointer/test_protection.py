@@ -6,15 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from holdfast import Checkpointer, Memory
 from holdfast.node_memory.slots import Slot, copy_names, parity_names, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
-from tests.checkpointer.test_checkpointer_ranks import sharded
+from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
@@ -54,18 +52,8 @@ def save_protected(
     return protected
 
 
-def restored_columns(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool, list[str]]:
-    start_new_job()
-    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
-    state = sharded(-1, dim=1)
-    with Checkpointer(run, state, memory=memory) as checkpointer:
-        report = checkpointer.restore()
-    assert report.step is not None
-    wanted = sharded(report.step, dim=1)
-    weight, other = state["w"], wanted["w"]
-    assert isinstance(weight, DTensor)
-    assert isinstance(other, DTensor)
-    same = torch.equal(weight.to_local(), other.to_local()) and state["progress"] == wanted["progress"]
+def restored_tiers(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, int, bool, list[str]]:
+    report, same = restored_columns(run, node_dirs)
     return report.tier, report.next_step, same, sorted({source.tier for source in report.sources})
 
 
@@ -84,7 +72,7 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
     with folder_of(run, nodes[0]) as folder:
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
-    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+    assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
 
 
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
@@ -94,7 +82,7 @@ def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path
         assert len(slot_names(folder)) == len(parity_names(folder)) == 2
         assert copy_names(folder) == []
     lose(run, nodes[2])
-    assert run_ranks(3, restored_columns, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+    assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
 
 
 def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, nodes: list[Path]) -> None:
@@ -103,8 +91,8 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     for lost in (nodes[0], nodes[3]):
         lose(run, lost)
     left = [nodes[1], nodes[2], nodes[4]]
-    assert run_ranks(3, restored_columns, run, left) == [("peer memory", 3, True, TIERS)] * 3
-    assert run_ranks(2, restored_columns, run, left[:2])[0][1:3] == (3, True)
+    assert run_ranks(3, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * 3
+    assert run_ranks(2, restored_tiers, run, left[:2])[0][1:3] == (3, True)
 
 
 def damage_copies(run: str, node: Path, step: int) -> int:
@@ -132,7 +120,7 @@ def test_a_damaged_copy_on_one_node_leaves_the_sound_one_on_another(
     lose(run, nodes[3])  # nodes 0 and 1 have its copies
     assert damage_copies(run, nodes[damaged], 3) == 2
     try:
-        found = run_ranks(3, restored_columns, run, nodes[:3])
+        found = run_ranks(3, restored_tiers, run, nodes[:3])
     finally:
         continue_keepers(nodes[damaged])
     assert found == FROM_PEERS * 3
@@ -152,7 +140,7 @@ def test_a_replacement_node_gets_what_was_lost_and_damage_in_a_survivor_is_rebui
                 assert contents is not None
                 slot.data[contents.data_start] ^= 1
     new_nodes = [nodes[0], nodes[4], nodes[2], nodes[3]]
-    assert run_ranks(4, restored_columns, run, new_nodes) == [("peer memory", 3, True, TIERS)] * 4
+    assert run_ranks(4, restored_tiers, run, new_nodes) == [("peer memory", 3, True, TIERS)] * 4
     for node, num_copies in zip(new_nodes, (0, 2, 0, 0), strict=True):
         with folder_of(run, node) as folder:
             assert len(copy_names(folder)) == num_copies, node
@@ -183,7 +171,7 @@ def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, no
     num_committed = len(committed(run))
     left = [nodes[0], nodes[1], nodes[3]]
     expected = ("peer memory", 3, True, TIERS)
-    assert run_ranks(3, restored_columns, str(run), left) == [expected] * 3
+    assert run_ranks(3, restored_tiers, str(run), left) == [expected] * 3
     until(lambda: len(committed(run)) == num_committed + 1)
 
 

@@ -159,7 +159,9 @@ def test_the_store_holds_nothing_of_earlier_operations(tmp_path: Path) -> None:
 
 
 def test_contributions_of_any_size_arrive(tmp_path: Path) -> None:
-    PlayedWorld(20, tmp_path, nbytes=100_000).exchange(2)
+    world = PlayedWorld(20, tmp_path, nbytes=100_000)
+    world.exchange(2)
+    assert num_messages(world.store, 20) == 0
 
 
 def test_an_operation_removes_the_last_broadcast_of_the_one_before() -> None:

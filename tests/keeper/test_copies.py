@@ -160,6 +160,7 @@ def test_the_next_keeper_listens_at_the_same_port_and_nothing_is_sent_again(
     for folder in folders:
         folder.remove(f"protected-{CHECKPOINT}")
     until(lambda: look(keepers[0], other) and all(protected_ids(folder) for folder in folders))
+    assert noted_port(folders[1]) == port
 
 
 def test_the_copy_of_a_lost_node_is_written_to_the_run_when_its_file_does_not_come(
@@ -275,6 +276,7 @@ def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
     go_on.set()
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+    assert copy_in(folders[1], stack).state == SlotState.HELD
 
 
 def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
@@ -288,6 +290,7 @@ def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
     until(lambda: look(*keepers))
     meet(folders, keepers)
     until(lambda: look(*keepers) and bool(copy_names(folders[1])) and all(protected_ids(folder) for folder in folders))
+    assert copy_in(folders[1], stack).record.digests == saved.slots[0].refresh().digests
 
 
 def test_the_trouble_of_an_earlier_keeper_does_not_outlive_it(
@@ -296,3 +299,5 @@ def test_the_trouble_of_an_earlier_keeper_does_not_outlive_it(
     note_peer_trouble(folders[0], "the peer is away")
     keepers = keepers_of(folders, stack)
     until(lambda: look(*keepers) and peer_trouble(folders[0]) == "")
+    until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
+    assert peer_trouble(folders[0]) == ""

@@ -184,6 +184,7 @@ def test_a_mark_that_was_lost_comes_again_without_parity_being_made_again(
         folder.remove(f"protected-{snapshot.id}")
         nodes.restart(number)
     nodes.protect(snapshot)
+    assert all(protected_ids(folder) == {snapshot.id} for folder in nodes.folders)
 
 
 @pytest.mark.slow

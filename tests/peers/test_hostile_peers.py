@@ -147,6 +147,7 @@ def test_random_bytes_of_a_peer_end_its_connection_or_are_refused(data: bytes, l
 @given(seed=st.integers(0, 2**64))
 def test_sound_requests_with_changes_do_no_harm(seed: int, listener: TcpListener) -> None:
     answers(listener, hostile(seed))
+    assert answers(listener, framed(encode_message(Finish(1)))) == [CopyKept()]
 
 
 @pytest.mark.slow
@@ -155,6 +156,7 @@ def test_sound_requests_with_changes_do_no_harm(seed: int, listener: TcpListener
 @given(seed=st.integers(0, 2**64))
 def test_a_long_sweep_of_changes_does_no_harm(seed: int, listener: TcpListener) -> None:
     answers(listener, hostile(seed))
+    assert answers(listener, framed(encode_message(Finish(1)))) == [CopyKept()]
 
 
 @pytest.mark.parametrize("nbytes", [MAX_NBYTES + 1, 2**31, 2**32 - 1])
@@ -274,3 +276,4 @@ def test_a_get_that_is_answered_by_another_size_is_an_error(server: HostileServe
 
 def test_no_thread_is_left(listener: TcpListener, server: HostileServer, tmp_path: Path) -> None:
     wait_until(lambda: peer_threads() == ["holdfast-peers"])
+    assert peer_threads() == ["holdfast-peers"]

@@ -448,7 +448,7 @@ class Survey:
         return plan_rebuild(missing, shares) or ()
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
-        """What has to be done before a checkpoint can be read."""
+        """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
         if not whole.lost:
             return None
         run_id = whole.stored.manifest.body.run_id

@@ -1,4 +1,4 @@
-"""What a restore finds on one node: the slots and copies in its memory, and the parts of checkpoints on its disks."""
+"""The contents of one node that a restore may read: slots and copies in memory, parts of checkpoints on disks."""
 
 from __future__ import annotations
 

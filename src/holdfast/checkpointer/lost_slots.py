@@ -1,4 +1,4 @@
-"""What the ranks of a job do before they load a checkpoint of which nodes are lost: they have keepers rebuild it."""
+"""Ranks have keepers rebuild what was lost of a checkpoint with its nodes, before they load it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
-    """What became of the slots that a rank had rebuilt, or all ranks."""
+    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed`, and any `trouble`."""
 
     failed: tuple[str, ...]
     trouble: str
@@ -105,7 +105,7 @@ def rebuild_lost(
 
 
 class _RankWork(NamedTuple):
-    """What a rank has the keeper of its node rebuild: of the checkpoint of `seal`, by keepers at these `addresses`."""
+    """The slots of the checkpoint of `seal` that a rank has its keeper rebuild, with keepers at these `addresses`."""
 
     way: Way
     own: str

@@ -1,4 +1,4 @@
-"""How the ranks of a job make the keepers of their nodes known to each other, so that these protect snapshots.
+"""The ranks of a job introduce the keepers of their nodes to each other, so that these protect snapshots.
 
 All ranks send the card of their node; rank 0 places the copies or the parity, and gives a secret to all. Each rank
 tells its keeper the secret, and waits until the keeper listens. Then all send its address, and get the table of all.

@@ -33,7 +33,7 @@ class LostSlots(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rebuild(msgspec.Struct, frozen=True, array_like=True):
-    """What has to be rebuilt before the ranks can restore a checkpoint of the run `run_id`. `generation` is the
+    """The slots that keepers rebuild before the ranks restore a checkpoint of the run `run_id`. `generation` is the
     encoded one, and `secret` the secret that all keepers prove to each other meanwhile."""
 
     run_id: str
@@ -43,8 +43,8 @@ class Rebuild(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeShare(NamedTuple):
-    """What a node has of a checkpoint: the digests of the files in its own slots, by number, and the rows of parity.
-    `ranks` are those of the present job on it."""
+    """The parts of a checkpoint that a node has: the digests of the files in its own slots, by number, and its rows of
+    parity. `ranks` are those of the present job on it."""
 
     ranks: Sequence[int]
     own: Mapping[int, str]

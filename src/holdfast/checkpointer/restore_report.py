@@ -33,7 +33,7 @@ class RestoreReport:
 
     @property
     def sources(self) -> tuple[ReadSource, ...]:
-        """Where the bytes came from that this rank needed: by tier, and by the rank that alone could read them."""
+        """The sources of the bytes that this rank needed: by tier, and by the rank that alone could read them."""
         return () if self.load is None else self.load.sources
 
     @property

@@ -213,7 +213,7 @@ class _DamagedSnapshot(NamedTuple):
 
 
 class _Setbacks(NamedTuple):
-    """What this restore has met before: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
+    """The setbacks of this restore so far: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
     be."""
 
     damaged: list[_DamagedSnapshot]

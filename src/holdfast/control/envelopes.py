@@ -54,7 +54,7 @@ class GroupEnvelope(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def missing(ranks: Sequence[int]) -> GroupEnvelope:
-        """What stands for a group with absent `ranks`."""
+        """The stand-in for the contribution of a group with absent `ranks`."""
         return GroupEnvelope(None, (), {}, tuple(ranks))
 
     def members(self) -> list[RankEnvelope]:

@@ -184,7 +184,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _remove_older(folder: Path, age_s: float) -> None:
-    """Remove what nobody has changed in `folder` for `age_s`."""
+    """Remove the files in `folder` that have not changed for `age_s`."""
     for path in folder.iterdir():
         with suppress(FileNotFoundError):
             if time.time() - path.lstat().st_mtime > age_s:

@@ -95,7 +95,7 @@ class GenerationSink:
         self._put = put
 
     def received(self, nbytes: int) -> None:
-        """Do nothing: it is looked at as a whole."""
+        """Do nothing: `finish` decodes all bytes at once."""
 
     def finish(self) -> PeerReply:
         """All bytes have arrived."""

@@ -64,8 +64,8 @@ class _SumPiece(NamedTuple):
 
 
 class ChainSums:
-    """What a keeper adds to the sums of chains, from its `own` slots and its `rows` of parity. Safe for several
-    threads. ``way_to`` gives the way to an address, None while this keeper knows no secret."""
+    """The terms that a keeper adds to the sums of chains, from its `own` slots and its `rows` of parity. Safe for
+    several threads. ``way_to`` gives the way to an address, None while this keeper knows no secret."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ChainSums:
         return Noted()
 
     def _own_bytes(self, checkpoint_id: str, hop: SumHop) -> Bytes:
-        """What this node adds, before the product."""
+        """The bytes that this node adds, before the product."""
         if not hop.nbytes:
             return np.empty(0, np.uint8)
         if not hop.parts:

@@ -460,7 +460,7 @@ class Loading:
 
 
 def _sources(checkpoint: StoredState, cost: ReadCost) -> tuple[ReadSource, ...]:
-    """Where the bytes came from that this rank needed: by tier, and by the rank that alone could read them."""
+    """The sources of the bytes that this rank needed: by tier, and by the rank that alone could read them."""
     sums: dict[tuple[Tier, int], int] = {}
     for file, nbytes in cost.needed.items():
         copy = checkpoint.nearest(file)

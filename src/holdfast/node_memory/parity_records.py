@@ -8,6 +8,7 @@ is lost with a node, which slots that had and with which digests.
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
@@ -111,10 +112,8 @@ def record_of(slot: Slot) -> ParityRecord:
     (length,) = _LENGTH.unpack(slot.data[contents.nbytes : end].tobytes().ljust(_LENGTH.size, b"\0"))
     data = slot.data[end : end + length].tobytes()
     if _digest(data) == slot.record.digest:
-        try:
+        with suppress(msgspec.DecodeError):  # it counts as damaged
             return decode_msgpack(data, ParityRecord)
-        except msgspec.DecodeError:
-            pass
     raise CorruptError(
         f"the record of the parity in '{slot.path}' is damaged.",
         code="corrupt.slot",

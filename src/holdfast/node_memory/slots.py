@@ -3,9 +3,8 @@
 A slot is a file in a `NodeFolder`. Its first page holds its state; its data files of a checkpoint, one or two, begin at
 `DATA_START`, byte for byte as they will be on disk.
 
-The copy of a slot of another node is a slot too, under a name of its own (`copy_names`): the keeper alone fills it, and
-trainers never take it. It goes from WRITING by STAGED, which it leaves at once, to HELD. So does a row of parity
-(`node_memory.parity_records`).
+The copy of a slot of another node is a slot too, under a name of its own (`copy_names`): the keeper alone fills it.
+It goes from WRITING by STAGED, which it leaves at once, to HELD. So does a row of parity (`parity_records`).
 
 The state of a slot decides which process may change it, so that at any time only one may:
 

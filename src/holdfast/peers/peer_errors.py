@@ -39,7 +39,7 @@ def not_understood(what: str, *, address: str | None = None) -> StorageError:
 
 
 def not_our_peer(address: str, what: str, *, action: str, retryable: bool = False) -> ConfigurationError:
-    """What answers at `address` is no keeper of this job and version."""
+    """The error for an `address` at which no keeper of this job and version answers."""
     return ConfigurationError(
         f"what answers at {address} {what}.",
         code="config.peer",

@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLimits:
-    """What a listener grants.
+    """The limits that a listener grants.
 
     `num_connections` that have proved the secret, and `num_strangers` that have not yet. A stranger that is younger
     than `grace_s` is not cut for others, and none is older than `handshake_s`. A peer may be silent for `idle_s`

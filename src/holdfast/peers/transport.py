@@ -72,7 +72,7 @@ class PutSink(Protocol):
 
 
 class PeerService(Protocol):
-    """What a keeper does for its peers. Threads of the listener call it, several at a time, one for each connection.
+    """The requests that a keeper answers for its peers. Threads of the listener call it, one for each connection.
 
     An error that a method raises becomes a `RequestRefused` with its message, and the connection goes on.
     """
@@ -93,7 +93,7 @@ class PeerListener(Protocol):
 
     @property
     def address(self) -> str:
-        """Where peers connect to: ``host:port``."""
+        """The address that peers connect to, ``host:port``."""
 
     def close(self) -> None:
         """End all connections and threads. Never raises."""

@@ -6,7 +6,7 @@ import msgspec
 
 
 class NodeCard(msgspec.Struct, frozen=True, array_like=True):
-    """What a node says of itself at rendezvous.
+    """The description that a node gives of itself at rendezvous.
 
     `identity` differs from that of every other node. `ranks` are the ranks on the node, and `nbytes` the bytes of one
     snapshot of all of them. `domains` are the failure domains that the node lies in, the smallest first, such as its

@@ -1,4 +1,4 @@
-"""How a group rebuilds bytes of lost nodes: each range along a chain of nodes that ends where the bytes are wanted.
+"""A group rebuilds bytes of lost nodes: each range along a chain of nodes that ends where the bytes are wanted.
 
 The first node of a chain multiplies its range by its factor and sends the product to the next one. Each node adds the
 product of its own range, and sends the sum on. What the last one sends is the lost range. Nodes work at the same time,
@@ -53,7 +53,7 @@ class RebuildChain(NamedTuple):
 
     @property
     def transfers(self) -> Iterator[tuple[str, str, int]]:
-        """Who sends how many bytes to whom."""
+        """The number of bytes that each node sends to each other one."""
         following = [*(hop.node for hop in self.hops[1:]), self.receiver]
         for hop, receiver in zip(self.hops, following, strict=True):
             if hop.node != receiver:

@@ -1,4 +1,4 @@
-"""What protection costs a node: memory, traffic of a save, traffic of a rebuild."""
+"""The cost of protection for a node: memory, traffic of a save, traffic of a rebuild."""
 
 from __future__ import annotations
 

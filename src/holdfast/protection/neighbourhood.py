@@ -1,4 +1,4 @@
-"""How close nodes are to each other: the failure domains and the parallel groups that they share."""
+"""The closeness of nodes: the failure domains and the parallel groups that they share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the sealed files of a group of nodes are laid out in stripes, each with parity on other nodes than its data.
+"""The layout of a group's sealed files in stripes, each with parity on other nodes than its data.
 
 A group has g nodes and tolerates p losses, one or two. The data files of a node, one after another, are its *line*. The
 line is cut into g - p *segments* of about one size. There are g stripes. Stripe number s has g *rows*, one from each
@@ -105,7 +105,7 @@ class NodeLine:
         return len(self.files) if position >= self.nbytes else bisect_right(self._starts, position) - 1
 
     def offset(self, data: FileRange) -> int:
-        """Where a range of one of the files begins in the line; ValueError unless the range lies in that file."""
+        """The offset of a range of one of the files in the line; ValueError unless the range lies in that file."""
         number = self._numbers.get(data.file)
         if number is None or data.start < 0 or data.nbytes < 0 or data.start + data.nbytes > self.files[number].nbytes:
             raise ValueError(f"node {self.node} has no {data}")
@@ -200,7 +200,7 @@ class Striping:
         return tuple(self.lines[number].ranges(begin + start, min(begin + stop, end)))
 
     def shares(self, sender: str) -> Iterator[ParityShare]:
-        """What `sender` sends to the holders of parity: all its bytes, `losses` times."""
+        """The shares that `sender` sends to the holders of parity: all its bytes, `losses` times."""
         for row in range(self.num_data):
             stripe = self.stripe(sender, row)
             nbytes = self.row_nbytes(stripe, row)
