@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import Slot, copy_names, parity_names, slot_names
+from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
@@ -73,6 +75,51 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
         assert len(slot_names(folder)) == len(copy_names(folder)) == 2
     lose(run, nodes[2])
     assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def holders_of(run: str, node_dirs: Sequence[Path], step: int | None) -> dict[int, list[Path]]:
+    """By rank, the nodes that hold its slot of a step, or a copy of it."""
+    holders = defaultdict[int, list[Path]](list)
+    for node in node_dirs:
+        with folder_of(run, node) as folder:
+            for name in (*slot_names(folder), *copy_names(folder)):
+                with suppress(FileNotFoundError), Slot(folder, name) as slot:
+                    contents = slot.record.contents
+                    if slot.state in WHOLE and contents is not None and contents.step == step:
+                        holders[slot.rank].append(node)
+    return holders
+
+
+def are_on_two_nodes(holders: Mapping[int, Sequence[Path]], num_ranks: int) -> bool:
+    return len(holders) == num_ranks and all(len(nodes) >= 2 for nodes in holders.values())
+
+
+def restore_protected(run: str, node_dirs: Sequence[Path], num_ranks_before: int) -> bool:
+    """Restore and save nothing, and wait until each slot of the restored step is on two nodes."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=COPIES)
+    with Checkpointer(run, sharded(-1, dim=0), memory=memory, timeout_s=20.0) as checkpointer:
+        step = checkpointer.restore().step
+        until(lambda: are_on_two_nodes(holders_of(run, node_dirs, step), num_ranks_before), timeout_s=30)
+        dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("replacements", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_node_may_be_lost_before_the_first_save_after_the_loss_of_one(
+    tmp_path: Path, nodes: list[Path], replacements: int
+) -> None:
+    """Nodes met at the first save, and nobody copied the copies of lost nodes again: a second loss took them."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2)) == [[True, True]] * 4
+    lose(run, nodes[2])
+    left = [nodes[0], nodes[1], nodes[3]]
+    (holder,) = holders_of(run, left, 2)[2]
+    there = [*left, *nodes[4 : 4 + replacements]]
+    assert all(run_ranks(len(there), restore_protected, run, there, 4))
+    lose(run, holder)
+    there.remove(holder)
+    assert run_ranks(len(there), restored_tiers, run, there) == [("peer memory", 3, True, TIERS)] * len(there)
 
 
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:

@@ -33,6 +33,7 @@ from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
+from holdfast.checkpointer.peer_meeting import CopiesLeft
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.collector import collector_paused
@@ -73,11 +74,12 @@ _log = logging.getLogger(__name__)
 
 class Restored(NamedTuple):
     """The report of a restore. `uncommitted` is the checkpoint if it was not committed yet, and `whole` its place if
-    memory holds it whole."""
+    memory holds it whole; then `left` are its files of which memory has only copies (None: it has no such files)."""
 
     report: RestoreReport
     uncommitted: RestoredCheckpoint | None = None
     whole: Place | None = None
+    left: CopiesLeft | None = None
 
 
 def restore(
@@ -311,7 +313,7 @@ def _newest_in_memory(
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier)
-        return Restored(told, uncommitted, seal.place)
+        return Restored(told, uncommitted, seal.place, _copies_left(seal, chosen))
 
 
 def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
@@ -322,6 +324,12 @@ def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
     contents = slot.record.contents
     files = () if contents is None or chosen.committed else contents.files
     return any(part.file in chosen.copied for part in files)
+
+
+def _copies_left(seal: Seal, chosen: Chosen) -> CopiesLeft | None:
+    """The files of the `chosen` checkpoint whose owners are lost."""
+    readers = {file: chosen.owners[file] if chosen.owners else 0 for file in chosen.copied}
+    return CopiesLeft(seal.checkpoint_id, readers) if readers else None
 
 
 def _copy_of(seal: Seal, chosen: Chosen, error: HoldfastError) -> DamagedCopy | None:

@@ -98,6 +98,8 @@ class PeerCopies:
         #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
         #: may need one that is older.
         self._rebuilt: dict[str, Place | None] = {}
+        #: The names of copies that the keeper is sending to other nodes. It sets them, and they stay meanwhile.
+        self.being_sent: frozenset[str] = frozenset()
         #: The ranks for whose copies a thread is taking a slot.
         self._preparing: set[int] = set()
         self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
@@ -206,6 +208,14 @@ class PeerCopies:
                 slot for slot in self._copies.values() if slot.state == SlotState.HELD and _has(slot, checkpoint_id)
             ]
 
+    def kept(self, checkpoint_id: str, files: Collection[int]) -> list[Slot]:
+        """The whole copies of slots with any of these files of a checkpoint."""
+        with self._lock:
+            mine = [
+                slot for slot in self._copies.values() if slot.refresh().state in KEPT and _has(slot, checkpoint_id)
+            ]
+        return [slot for slot in mine if any(part.file in files for part in _files(slot))]
+
     def named(self, name: str) -> Slot | None:
         """The copy called `name`, if it is there."""
         return self._copies.get(name)
@@ -219,8 +229,8 @@ class PeerCopies:
                 if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
                     del self._incoming[token]
                     each.slot.advance(SlotRecord(SlotState.FREE))
-            receiving = {each.slot.name for each in self._incoming.values()}
-            idle = {name: slot for name, slot in self._copies.items() if name not in receiving}
+            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            idle = {name: slot for name, slot in self._copies.items() if name not in busy}
             last: dict[int, Place] = {}
             for slot in idle.values():
                 contents = slot.refresh().contents
@@ -239,10 +249,10 @@ class PeerCopies:
                     del self._copies[name]
 
     def give_back(self) -> None:
-        """Remove all copies but those that are owed to the run, or being received."""
+        """Remove all copies but those that are owed to the run, or being received or sent."""
         with self._lock:
-            receiving = {each.slot.name for each in self._incoming.values()}
-            for name in [name for name in self._copies if name not in receiving]:
+            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            for name in self._copies.keys() - busy:
                 if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
 
@@ -291,6 +301,7 @@ class PeerCopies:
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
             is_one_too_many = held is not None and len(whole) >= _NUM_COPIES and held.place == places[0]
+            is_needed = is_needed or slot.name in self.being_sent
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue
             if slot.nbytes >= _nbytes(contents):
@@ -378,6 +389,10 @@ def _is_of(slot: Slot, offer: OfferCopy) -> bool:
     record = slot.refresh()
     digests = tuple(filter(None, record.digests))
     return record.state in KEPT and record.contents == offer.contents and digests == offer.digests
+
+
+def _files(slot: Slot) -> tuple[SlotFile, ...]:
+    return () if slot.record.contents is None else slot.record.contents.files
 
 
 def _has(slot: Slot, checkpoint_id: str) -> bool:

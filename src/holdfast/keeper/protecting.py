@@ -6,6 +6,8 @@ sent is written down: a new keeper offers again.
 Where nodes share parity, an offer is of all slots of a checkpoint that this node has, and the peers read from them what
 their rows need (`parity_rows`). So all files of a node are kept when all partners say that their rows are complete.
 
+The keeper protects the copies of slots that were lost with their nodes like its own slots, where the table says so.
+
 The keeper begins to send slots of the newest generation only: an older one is of no use once that is protected. A
 trainer may fill a slot again in the middle of a transfer, if the run has its contents by then. The peer finds that by
 the digests, and gives the copy up.
@@ -240,6 +242,7 @@ class Protection:
         if session is None:
             return False
         self._end_sends()
+        whole += self._adopted(session)
         marked = protected_ids(self._folder)
         session.forget(whole)
         due = _newest(whole, marked)
@@ -252,6 +255,13 @@ class Protection:
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
+
+    def _adopted(self, session: _PeerSession) -> list[Slot]:
+        """The copies that this node protects, because their owners are lost. Nodes that share parity do not."""
+        adoption = session.table.adoption
+        if adoption is None or session.table.parity is not None:
+            return []
+        return self.copies.kept(adoption.checkpoint_id, session.table.adopted)
 
     @property
     def being_read(self) -> set[str]:
@@ -377,6 +387,7 @@ class Protection:
             return
         address = session.table.nodes[target].address
         way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
+        self.copies.being_sent |= {slot.name for slot in slots}
         self._sending[name, target] = _Sending(
             session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
         )
@@ -396,6 +407,7 @@ class Protection:
             elif sending.slots[0].refresh().contents == contents:  # else a trainer has filled it anew meanwhile
                 address = session.table.nodes[sending.target].address
                 state.fail(f"step {contents.step} is not protected by {address}: {error}")
+        self.copies.being_sent = frozenset(name for name, _ in self._sending)
 
     def _trouble(self, session: _PeerSession) -> str:
         """The reason why saves should not wait for protection now; "" where there is none."""
