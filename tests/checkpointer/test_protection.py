@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from holdfast import Checkpointer, Memory
+from holdfast import Checkpointer, Memory, RejectedSource
 from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
@@ -220,6 +220,38 @@ def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, no
     expected = ("peer memory", 3, True, TIERS)
     assert run_ranks(3, restored_tiers, str(run), left) == [expected] * 3
     until(lambda: len(committed(run)) == num_committed + 1)
+
+
+def save_and_stop_keepers(run: str, node_dirs: Sequence[Path]) -> bool:
+    """Save to memory alone, and stop the keeper before it writes anything to the run, as it would after the job."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        handle = checkpointer.save(2, memory_only=True)
+        handle.staged.wait(20)
+        until(lambda: handle.held)
+        stop_keepers(node)
+        dist.barrier()
+    return handle.held
+
+
+def rejected_sources(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, tuple[RejectedSource, ...]]:
+    report, same = restored_columns(run, node_dirs)
+    assert same
+    return report.tier, report.rejected
+
+
+def test_the_report_says_why_a_newer_snapshot_was_not_restored(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(2, save_protected, run, nodes[:2], (1,)) == [[True]] * 2
+    assert run_ranks(2, save_and_stop_keepers, run, nodes[:2]) == [True] * 2
+    lose(run, nodes[1])
+    continue_keepers(nodes[0])
+    reason = "no node of this job has 1 of its 2 files, or a sound copy of them"
+    expected = ("peer memory", (RejectedSource("node memory", "2.1", reason),))
+    assert run_ranks(1, rejected_sources, run, nodes[:1]) == [expected]
 
 
 def committed(run: Path) -> list[Path]:

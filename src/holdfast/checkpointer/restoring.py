@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -22,19 +22,17 @@ from holdfast.checkpointer.choosing import (
     Clearing,
     DamagedCopy,
     FailedNode,
-    Inventory,
+    PassedOver,
     Survey,
-    Unknown,
-    inventory,
-    known_of,
 )
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
+from holdfast.checkpointer.inventories import Inventory, Unknown, inventory, known_of
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.peer_meeting import CopiesLeft
-from holdfast.checkpointer.restore_report import RestoreReport
+from holdfast.checkpointer.restore_report import RejectedSource, RestoreReport, Tier
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.collector import collector_paused
 from holdfast.control.channel import Channel
@@ -103,9 +101,10 @@ def restore(
     options = LoadOptions(
         select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
     )
-    damaged: list[_DamagedSnapshot] = []
+    setbacks = _Setbacks()
+    damaged = setbacks.damaged
     if node is not None and at is None:
-        restored = _from_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
+        restored = _from_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
         if restored is not None:
             return restored
     try:
@@ -133,8 +132,8 @@ def restore(
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
         return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
-    report = _with_skipped(report, damaged)
-    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+    report, rejected = _with_skipped(report, damaged), setbacks.rejected()
+    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier, rejected))
 
 
 def _with_skipped(report: LoadReport, damaged: Sequence[_DamagedSnapshot]) -> LoadReport:
@@ -213,13 +212,32 @@ class _DamagedSnapshot(NamedTuple):
     error: HoldfastError
     copy: DamagedCopy | None
 
+    @property
+    def tier(self) -> Tier:
+        """The tier of what is damaged."""
+        told = self.error.tier
+        return "peer memory" if told == "peer memory" else "node disk" if told == "node disk" else "node memory"
 
-class _Setbacks(NamedTuple):
-    """The setbacks of this restore so far: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
-    be."""
 
-    damaged: list[_DamagedSnapshot]
-    rebuilt: list[RebuildOutcome]
+@dataclass
+class _Setbacks:
+    """The setbacks of this restore so far: checkpoints and copies that are `damaged`, what was `rebuilt`, or was to be,
+    the newer checkpoints that the last look has `passed` over, and the `trouble` that ended the looks."""
+
+    damaged: list[_DamagedSnapshot] = field(default_factory=list)
+    rebuilt: list[RebuildOutcome] = field(default_factory=list)
+    passed: Sequence[PassedOver] = ()
+    trouble: HoldfastError | None = None
+
+    def rejected(self) -> tuple[RejectedSource, ...]:
+        """The sources that the restore did not use."""
+        found = [RejectedSource(each.tier, str(each.place), each.error.message) for each in self.damaged]
+        told = {each.place for each in self.damaged if each.copy is None}
+        newer = (each for each in self.passed if each.place not in told)
+        found += [RejectedSource("node memory", str(each.place), each.reason) for each in newer]
+        if self.trouble is not None and not is_damage(self.trouble):
+            found.append(RejectedSource("node memory", None, self.trouble.message))
+        return tuple(found)
 
 
 def _from_memory(
@@ -228,13 +246,13 @@ def _from_memory(
     node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
-    damaged: list[_DamagedSnapshot],
+    setbacks: _Setbacks,
     *,
     timeout_s: float,
 ) -> Restored | None:
     """Fill `state` from the newest checkpoint in memory that is sound. None if there is none, or memory cannot be used.
-    Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
-    setbacks = _Setbacks(damaged, [])
+    Adds to the `setbacks`. Collective: all ranks hear of the damage that any of them finds."""
+    damaged = setbacks.damaged
     try:
         while True:
             found = _newest_in_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
@@ -255,7 +273,7 @@ def _from_memory(
     except HoldfastError as error:
         if not is_damage(error) and not is_unusable(error):
             raise
-        trouble = error
+        setbacks.trouble = trouble = error
     else:
         if found is not None or not damaged:
             return found
@@ -277,14 +295,14 @@ def _newest_in_memory(
     """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the damaged ones. None
     if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged. If files of it have to
     be rebuilt, only does that."""
-    damaged, rebuilt = setbacks
+    damaged, rebuilt = setbacks.damaged, setbacks.rebuilt
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
     failed = frozenset(FailedNode(each.checkpoint_id, node) for each in rebuilt for node in each.failed)
     survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad, failed=failed)
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
-        folder = found.folder
+        folder, setbacks.passed = found.folder, chosen.passed
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -312,7 +330,7 @@ def _newest_in_memory(
         promote_all(folder, seal.checkpoint_id, is_meant=partial(_is_to_be_durable, folder, chosen))
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
-        told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier)
+        told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier, setbacks.rejected())
         return Restored(told, uncommitted, seal.place, _copies_left(seal, chosen))
 
 
