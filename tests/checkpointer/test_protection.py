@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast import Checkpointer, Memory, RejectedSource
-from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, slot_names
+from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
@@ -140,6 +140,22 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     left = [nodes[1], nodes[2], nodes[4]]
     assert run_ranks(3, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * 3
     assert run_ranks(2, restored_tiers, run, left[:2])[0][1:3] == (3, True)
+
+
+def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
+    """Begin a run, and wait until this node has memory for the slots of its rank and for two copies of the other's."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    with Checkpointer(run, sharded(-1, dim=0), memory=Memory(node_dir=node, protect=COPIES), timeout_s=20.0) as each:
+        assert each.restore().step is None
+        with folder_of(run, node) as folder:
+            until(lambda: len(slot_names(folder)) == len(copy_names(folder)) == 2, timeout_s=30)
+            return [rank_of(name) for name in copy_names(folder)]
+
+
+def test_nodes_take_memory_for_copies_before_the_first_save(tmp_path: Path, nodes: list[Path]) -> None:
+    """They took it when the first snapshot was offered, so its protection took seconds per GiB."""
+    assert run_ranks(2, restore_nothing, str(tmp_path / "run"), nodes[:2]) == [[1, 1], [0, 0]]
 
 
 def damage_copies(run: str, node: Path, step: int) -> int:

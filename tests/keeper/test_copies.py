@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -128,6 +129,22 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
         assert not copy_names(folders[0])
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def test_peers_take_memory_for_copies_before_the_first_save(
+    run: Run, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    """They took it when the first slot was offered, so the first protection took seconds per GiB."""
+    slot = stack.enter_context(Slot.create(folders[0], rank=7, nbytes=1 << 20))
+    assert slot.take()
+    slot.reserve()
+    slot.let_go()
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and len(copy_names(folders[1])) == 2)
+    copies = [stack.enter_context(Slot(folders[1], name)) for name in copy_names(folders[1])]
+    assert [(each.state, each.rank, each.nbytes) for each in copies] == [(SlotState.FREE, 7, slot.nbytes)] * 2
+    assert all(os.stat(folders[1].path / each.name).st_blocks * 512 >= slot.nbytes for each in copies)
+    assert not copy_names(folders[0])
 
 
 def test_a_copy_that_was_being_received_when_its_keeper_died_is_free(

@@ -26,6 +26,7 @@ from holdfast.peers.peer_messages import (
     OfferParity,
     ParityWanted,
     PeerMessage,
+    PrepareCopies,
     PutGeneration,
     PutRange,
     RebuildCopy,
@@ -55,6 +56,7 @@ REQUESTS = (
     GetSum(CHECKPOINT, 20, (HOP, HOP)),
     RebuildCopy(5, GROUP, (1,), ("127.0.0.1:9", ""), None),
     CheckHeld(CHECKPOINT, (1, 2), 2),
+    PrepareCopies(7, 1 << 40, 2),
 )
 REPLIES = (
     CopyWanted(5, True),

@@ -31,7 +31,7 @@ import numpy as np
 from holdfast.errors import HoldfastError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
-from holdfast.keeper.copies import PeerCopies
+from holdfast.keeper.copies import NUM_COPIES, PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
@@ -53,7 +53,7 @@ from holdfast.node_memory.peering import (
     noted_secret,
     noted_table,
 )
-from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile
+from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile, SlotState
 from holdfast.peers.peer_messages import (
     CheckHeld,
     CopyKept,
@@ -69,6 +69,7 @@ from holdfast.peers.peer_messages import (
     ParityWanted,
     PeerReply,
     PeerRequest,
+    PrepareCopies,
     Put,
     PutGeneration,
     PutRange,
@@ -155,6 +156,8 @@ class _PeerSession:
     lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    #: By rank and peer, the size of the copies for which the peer was asked to take memory.
+    prepared: dict[tuple[int, int], int] = field(default_factory=dict)
     paces: LinkPaces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,6 +211,7 @@ class Protection:
         self._transport: PeerTransport | None = None
         self._listener: PeerListener | None = None
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="holdfast-protect")
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-prepare")
         self._sending: dict[tuple[str, int], _Sending] = {}
         self._told = ""
 
@@ -228,6 +232,7 @@ class Protection:
             self._session = session
             self._told = ""
             note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
+            self.copies.expect_none()
             self.rows.join(self._parity_peers(session))
         # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
         is_past = abs(time.time_ns() - changed_ns) > _TICK_NS
@@ -236,12 +241,15 @@ class Protection:
     def look(self, slots: Iterable[Slot]) -> bool:
         """Record which copies are kept, mark what is protected, and start to send what is due. Returns whether anything
         is under way."""
-        whole = [slot for slot in slots if slot.record.state in WHOLE]
+        own = list(slots)
+        whole = [slot for slot in own if slot.record.state in WHOLE]
         self._own.show(whole)
         session = self._session
         if session is None:
             return False
         self._end_sends()
+        if session.table.parity is None:
+            self._prepare(session, [slot for slot in own if slot.state == SlotState.FREE])
         whole += self._adopted(session)
         marked = protected_ids(self._folder)
         session.forget(whole)
@@ -285,12 +293,15 @@ class Protection:
         if self._session is not None:
             self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
+        self._preparer.shutdown(cancel_futures=True)
         self._sums.close()
 
     def answer(self, request: PeerRequest) -> PeerReply:
         """As `PeerService.answer`."""
         reply: PeerReply = Noted()
         match request:
+            case PrepareCopies():
+                reply = self.copies.prepare(request)
             case OfferCopy():
                 reply = self.copies.offer(request)
             case Finish():
@@ -349,6 +360,15 @@ class Protection:
             return
         self._transport = transport
         note_port(self._folder, PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
+
+    def _prepare(self, session: _PeerSession, slots: Iterable[Slot]) -> None:
+        """Have the peers take memory for copies of slots that trainers are going to fill: it takes seconds."""
+        for slot in slots:
+            for target in session.table.partners:
+                if session.prepared.get((slot.rank, target), 0) < slot.nbytes and self._transport is not None:
+                    session.prepared[slot.rank, target] = slot.nbytes
+                    way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
+                    self._preparer.submit(_prepare, way, slot.rank, slot.nbytes)
 
     def _start_copy(self, session: _PeerSession, slot: Slot, target: int) -> None:
         """Start to send a copy of `slot` to `target`, unless that is not due."""
@@ -463,6 +483,12 @@ def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     held = [(slot, contents) for slot in slots if (contents := slot.record.contents) is not None]
     newest: Place | None = max((contents.place for _, contents in held), default=None)
     return [slot for slot, contents in held if contents.place == newest and contents.checkpoint_id not in marked]
+
+
+def _prepare(way: Way, rank: int, nbytes: int) -> None:
+    """Have a peer take memory for the copies of a rank. One that does not will say why when they are offered."""
+    for num_copies in range(1, NUM_COPIES + 1):
+        ask(way, PrepareCopies(rank, nbytes, num_copies), timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
 
 
 def _offer(way: Way, offer: OfferParity, sealing: Sealing) -> bool:

@@ -38,6 +38,15 @@ class OfferCopy(PeerMessage, frozen=True):
     rank: Count
 
 
+class PrepareCopies(PeerMessage, frozen=True):
+    """Have memory for `num_copies` copies of slots of `rank` with up to `nbytes`, before they are offered. Answered by
+    `Noted` or `Declined`."""
+
+    rank: Count
+    nbytes: Count
+    num_copies: Annotated[int, msgspec.Meta(ge=1, le=2)]
+
+
 class PutRange(PeerMessage, frozen=True):
     """Send `nbytes` of the copy `token`, from `start` of its region on. The bytes follow. Answered by `Noted`."""
 
@@ -205,7 +214,16 @@ class RequestRefused(PeerMessage, frozen=True):
 Put: TypeAlias = PutRange | PutGeneration
 Get: TypeAlias = GetRange | GetSum
 PeerRequest: TypeAlias = (
-    OfferCopy | OfferParity | Put | Get | Finish | RebuildCopy | CheckHeld | NoteProtected | MarkProtected
+    PrepareCopies
+    | OfferCopy
+    | OfferParity
+    | Put
+    | Get
+    | Finish
+    | RebuildCopy
+    | CheckHeld
+    | NoteProtected
+    | MarkProtected
 )
 PeerReply: TypeAlias = (
     CopyWanted | CopyKept | ParityWanted | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
