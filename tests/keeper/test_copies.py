@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper import daemon, peer_memory, protecting
+from holdfast.keeper import daemon, peer_memory, protecting, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
@@ -173,7 +173,7 @@ def test_the_next_keeper_listens_at_the_same_port_and_nothing_is_sent_again(
     other = Keeper(folders[1])
     stack.callback(other.close)
     until(lambda: looked(other) and noted_port(folders[1]) == port)
-    monkeypatch.setattr(protecting, "_send_ranges", None)  # would fail
+    monkeypatch.setattr(sending, "_send_ranges", None)  # would fail
     for folder in folders:
         folder.remove(f"protected-{CHECKPOINT}")
     until(lambda: look(keepers[0], other) and all(protected_ids(folder) for folder in folders))

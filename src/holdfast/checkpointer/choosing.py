@@ -191,6 +191,7 @@ class Survey:
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
+        self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
@@ -206,6 +207,7 @@ class Survey:
             )
             for each in self._found_bad
         )
+        self._speeds = {each.node: each.sent_bytes_per_s for each in inventories if each.sent_bytes_per_s}
         told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
@@ -317,7 +319,7 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                sources = plan_sources([_lost_file(holders) for holders in files])
+                sources = plan_sources([_lost_file(holders) for holders in files], measured=self._speeds)
                 lost: tuple[LostSlots, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,38 +26,37 @@ from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from holdfast.errors import HoldfastError
-from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
-from holdfast.keeper.copies import NUM_COPIES, PeerCopies
+from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
-from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
+from holdfast.keeper.peer_ways import Way, ask
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
-from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
+from holdfast.keeper.send_meter import SendMeter
+from holdfast.keeper.sending import offer_parity, prepare_copies, send_copy
+from holdfast.node_memory.generations import mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
     PeerPort,
     PeerSecret,
+    PeerSpeed,
     PeerTable,
     digest_of,
     note_peer_trouble,
     note_port,
+    note_speed,
     noted_port,
     noted_secret,
     noted_table,
 )
-from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile, SlotState
+from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotState
 from holdfast.peers.peer_messages import (
     CheckHeld,
-    CopyKept,
-    CopyWanted,
     Finish,
     Get,
     GetRange,
@@ -66,29 +65,20 @@ from holdfast.peers.peer_messages import (
     NoteProtected,
     OfferCopy,
     OfferParity,
-    ParityWanted,
     PeerReply,
     PeerRequest,
     PrepareCopies,
     Put,
-    PutGeneration,
-    PutRange,
     RebuildCopy,
     RequestRefused,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutSink, Region
+from holdfast.peers.transport import PeerListener, PeerTransport, PutSink, Region
 from holdfast.store.base import Bytes
 from holdfast.store.retry_budget import RetryBudget
 
-#: Number of connections that send a slot to a peer at the same time, and number of slots sent at the same time.
-_NUM_STREAMS: Final = 2
+#: Number of slots sent at the same time.
 _NUM_SENDERS: Final = 4
-#: Bytes of a slot that one request sends.
-_RANGE_NBYTES: Final = 16 << 20
-#: Limits for a peer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB), and to receive a range.
-_MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
-_RANGE_S: Final = 600.0
 #: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
 _PATIENCE_S: Final = 20.0
 _PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
@@ -97,6 +87,8 @@ _SAY_AGAIN_S: Final = 1.0
 #: Interval at which a peer is asked again whether its rows of parity are complete.
 _ASK_AGAIN_S: Final = 0.1
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
+#: The change of the speed of this node that a restore should know of.
+_SPEED_SHARE: Final = 0.2
 #: More than the resolution of the times of files.
 _TICK_NS: Final = 100_000_000
 
@@ -158,6 +150,7 @@ class _PeerSession:
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
     #: By rank and peer, the size of the copies for which the peer was asked to take memory.
     prepared: dict[tuple[int, int], int] = field(default_factory=dict)
+    meter: SendMeter = field(default_factory=SendMeter)
     paces: LinkPaces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -214,6 +207,7 @@ class Protection:
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-prepare")
         self._sending: dict[tuple[str, int], _Sending] = {}
         self._told = ""
+        self._told_speed = 0.0
 
     def meet(self) -> None:
         """Listen for peers, and take the table of a new job."""
@@ -368,7 +362,7 @@ class Protection:
                 if session.prepared.get((slot.rank, target), 0) < slot.nbytes and self._transport is not None:
                     session.prepared[slot.rank, target] = slot.nbytes
                     way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
-                    self._preparer.submit(_prepare, way, slot.rank, slot.nbytes)
+                    self._preparer.submit(prepare_copies, way, slot.rank, slot.nbytes)
 
     def _start_copy(self, session: _PeerSession, slot: Slot, target: int) -> None:
         """Start to send a copy of `slot` to `target`, unless that is not due."""
@@ -377,7 +371,9 @@ class Protection:
         sealing = self._sealing_of(contents.checkpoint_id)
         if sealing is not None:
             offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
-            self._start(session, (slot,), target, partial(_send, slot=slot, offer=offer, sealing=sealing))
+            metered = session.meter.sending(target, contents.files[-1].stop)
+            send = partial(send_copy, slot=slot, offer=offer, sealing=sealing, metered=metered)
+            self._start(session, (slot,), target, send)
 
     def _offer_parity(self, session: _PeerSession, slots: Sequence[Slot]) -> None:
         """Offer the `slots` of a checkpoint for parity, to this node's own rows and to its partners, if they are all
@@ -394,7 +390,7 @@ class Protection:
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
-            self._start(session, tuple(slots), target, partial(_offer, offer=offer, sealing=sealing))
+            self._start(session, tuple(slots), target, partial(offer_parity, offer=offer, sealing=sealing))
 
     def _start(self, session: _PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
         """Start to send `slots` of one checkpoint to `target`, unless that is done, under way, or not to be tried again
@@ -428,6 +424,14 @@ class Protection:
                 address = session.table.nodes[sending.target].address
                 state.fail(f"step {contents.step} is not protected by {address}: {error}")
         self.copies.being_sent = frozenset(name for name, _ in self._sending)
+        self._note_speed()
+
+    def _note_speed(self) -> None:
+        """Tell the ranks of this node, for a restore, how fast it sends, if that has changed."""
+        speed = 0.0 if self._session is None else self._session.meter.bytes_per_s
+        if speed and abs(speed - self._told_speed) > _SPEED_SHARE * speed:
+            self._told_speed = speed
+            note_speed(self._folder, PeerSpeed(speed))
 
     def _trouble(self, session: _PeerSession) -> str:
         """The reason why saves should not wait for protection now; "" where there is none."""
@@ -483,91 +487,3 @@ def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     held = [(slot, contents) for slot in slots if (contents := slot.record.contents) is not None]
     newest: Place | None = max((contents.place for _, contents in held), default=None)
     return [slot for slot, contents in held if contents.place == newest and contents.checkpoint_id not in marked]
-
-
-def _prepare(way: Way, rank: int, nbytes: int) -> None:
-    """Have a peer take memory for the copies of a rank. One that does not will say why when they are offered."""
-    for num_copies in range(1, NUM_COPIES + 1):
-        ask(way, PrepareCopies(rank, nbytes, num_copies), timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
-
-
-def _offer(way: Way, offer: OfferParity, sealing: Sealing) -> bool:
-    """Offer slots for the parity that a peer keeps. Returns whether its rows are complete.
-
-    Raises:
-        StorageError: the peer cannot be reached, or could not make its rows.
-    """
-    with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=ANSWER_S)
-        if isinstance(reply, ParityWanted):
-            if reply.needs_generation:
-                _put_generation(way, connection, sealing)
-            return False
-        require(reply, CopyKept, way)
-        return True
-
-
-def _put_generation(way: Way, connection: PeerConnection, sealing: Sealing) -> None:
-    data = encode_generation(sealing.generation)
-    put = PutGeneration(sealing.generation.checkpoint_id, len(data))
-    require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
-
-
-def _send(way: Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> bool:
-    """Send a copy of `slot` to a peer; on return, the peer has it, whole and verified. Returns true.
-
-    Raises:
-        StorageError: the peer cannot be reached, has no room, or found other bytes than were offered.
-    """
-    nbytes = offer.contents.files[-1].stop
-    with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
-        if isinstance(reply, CopyWanted):
-            if reply.needs_generation:
-                _put_generation(way, connection, sealing)
-            ranges = _ranges(offer.contents)
-            _send_ranges(way, connection, slot, reply.token, ranges)
-            reply = connection.ask(Finish(reply.token), timeout_s=_RANGE_S)
-        require(reply, CopyKept, way)
-        return True
-
-
-def _send_ranges(
-    way: Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
-) -> None:
-    """Send the `ranges` of `slot` by several connections, each of which takes the next one when it is done with one."""
-    (fd, offset), lock = slot.region, Lock()
-
-    def following() -> tuple[int, int] | None:
-        with lock:
-            return next(ranges, None)
-
-    def send(stream: PeerConnection) -> None:
-        while (following_range := following()) is not None:
-            start, stop = following_range
-            put = PutRange(token, start, stop - start)
-            region = Region(fd, offset + start, stop - start)
-            require(stream.put(put, region, timeout_s=_RANGE_S, pace=way.pace), Noted, way)
-
-    def send_by_another() -> None:
-        with way.connect() as stream:
-            send(stream)
-
-    with ThreadPoolExecutor(_NUM_STREAMS - 1, thread_name_prefix="holdfast-stream") as pool:
-        others = [pool.submit(send_by_another) for _ in range(_NUM_STREAMS - 1)]
-        send(connection)
-        for other in others:
-            other.result()
-
-
-def _ranges(contents: Contents) -> Iterator[tuple[int, int]]:
-    """The ranges in which a slot is sent. They begin and end at blocks of data, so that each block comes in one."""
-    for part in contents.files:
-        yield from _ranges_of(part)
-
-
-def _ranges_of(part: SlotFile) -> Iterator[tuple[int, int]]:
-    start, stop = part.start, part.start + part.data_start + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES
-    while start < part.stop:
-        yield start, min(stop, part.stop)
-        start, stop = stop, stop + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES
