@@ -122,6 +122,18 @@ def test_a_second_node_may_be_lost_before_the_first_save_after_the_loss_of_one(
     assert run_ranks(len(there), restored_tiers, run, there) == [("peer memory", 3, True, TIERS)] * len(there)
 
 
+@pytest.mark.parametrize("num_left", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_nodes_that_have_no_part_in_the_next_job_send_what_they_hold(
+    tmp_path: Path, nodes: list[Path], num_left: int
+) -> None:
+    """Only the nodes of the job were asked, so a job on fewer nodes went back to storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2)) == [[True, True]] * 4
+    (holder,) = [node for node in holders_of(run, nodes[:4], 2)[0] if node != nodes[0]]
+    left = [nodes[0], holder][:num_left]  # neither holds anything of the other two
+    assert run_ranks(num_left, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * num_left
+
+
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
     run = str(tmp_path / "run")
     assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4

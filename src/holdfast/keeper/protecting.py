@@ -37,7 +37,7 @@ from holdfast.keeper.peer_ways import Way, ask
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
 from holdfast.keeper.send_meter import SendMeter
-from holdfast.keeper.sending import offer_parity, prepare_copies, send_copy
+from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
 from holdfast.node_memory.generations import mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
@@ -57,9 +57,14 @@ from holdfast.node_memory.peering import (
 from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotState
 from holdfast.peers.peer_messages import (
     CheckHeld,
+    CopyKept,
+    Declined,
     Finish,
     Get,
     GetRange,
+    HeldSlot,
+    HeldSlots,
+    ListHeld,
     MarkProtected,
     Noted,
     NoteProtected,
@@ -71,6 +76,7 @@ from holdfast.peers.peer_messages import (
     Put,
     RebuildCopy,
     RequestRefused,
+    SendCopies,
 )
 from holdfast.peers.tcp import TcpPeers
 from holdfast.peers.transport import PeerListener, PeerTransport, PutSink, Region
@@ -193,6 +199,7 @@ class Protection:
         self.copies = copies
         self.rows = rows
         self._own = OwnSlots()
+        self._generations = generations
         self._sums = ChainSums(self._own, rows, generations, self._way_to)
         self._rebuilder = Rebuilder(copies, self._sums)
         self._folder = folder
@@ -306,6 +313,10 @@ class Protection:
                 reply = self._rebuilder.rebuild(request)
             case CheckHeld():
                 reply = self._sums.check(request)
+            case ListHeld():
+                reply = HeldSlots(tuple(map(_held, self._own.all())))
+            case SendCopies():
+                reply = self._send_copies(request)
             case NoteProtected() if (session := self._session) is not None:
                 self._count(session, request.checkpoint_id, request.files, request.num_files)
             case NoteProtected():
@@ -315,6 +326,20 @@ class Protection:
             case _:
                 reply = RequestRefused("this keeper does not serve such requests")
         return reply
+
+    def _send_copies(self, request: SendCopies) -> PeerReply:
+        """Send slots to a node that is to restore from them: this one has no part in the job any more."""
+        way, sealing = self._way_to(request.address), self._generations.sealing(request.checkpoint_id)
+        slots = [slot for slot in self._own.of(request.checkpoint_id) if not _files(slot).isdisjoint(request.files)]
+        if way is None or sealing is None or not set(request.files) <= set().union(*map(_files, slots)):
+            return Declined("this node does not have these files any more")
+        try:
+            for slot in slots:
+                with self._own.reading(slot):
+                    send_copy(way, slot, offer_of(slot), sealing, metered=nullcontext())
+        except HoldfastError as error:
+            return Declined(error.message)
+        return CopyKept()
 
     def sink(self, put: Put) -> PutSink:
         """As `PeerService.sink`."""
@@ -370,9 +395,8 @@ class Protection:
         assert contents is not None
         sealing = self._sealing_of(contents.checkpoint_id)
         if sealing is not None:
-            offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
             metered = session.meter.sending(target, contents.files[-1].stop)
-            send = partial(send_copy, slot=slot, offer=offer, sealing=sealing, metered=metered)
+            send = partial(send_copy, slot=slot, offer=offer_of(slot), sealing=sealing, metered=metered)
             self._start(session, (slot,), target, send)
 
     def _offer_parity(self, session: _PeerSession, slots: Sequence[Slot]) -> None:
@@ -480,6 +504,17 @@ class Protection:
             if trouble:
                 _log.error("%s", trouble)
             note_peer_trouble(self._folder, trouble)
+
+
+def _files(slot: Slot) -> set[int]:
+    """The numbers of the files in a slot."""
+    return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}
+
+
+def _held(slot: Slot) -> HeldSlot:
+    digests = SlotDigests.of(slot)
+    assert slot.record.contents is not None
+    return HeldSlot(slot.record.contents.checkpoint_id, digests)
 
 
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:

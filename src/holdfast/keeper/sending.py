@@ -67,6 +67,12 @@ def _put_generation(way: Way, connection: PeerConnection, sealing: Sealing) -> N
     require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
 
 
+def offer_of(slot: Slot) -> OfferCopy:
+    """The offer of a sealed slot."""
+    assert slot.record.contents is not None
+    return OfferCopy(slot.record.contents, tuple(filter(None, slot.record.digests)), slot.rank)
+
+
 def send_copy(
     way: Way, slot: Slot, offer: OfferCopy, sealing: Sealing, *, metered: AbstractContextManager[None]
 ) -> bool:
