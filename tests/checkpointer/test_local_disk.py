@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast import Checkpointer, ConfigurationError, Memory, StateError, Still, StorageError, remove
-from holdfast.checkpointer import restoring, watcher
+from holdfast.checkpointer import found_on_node, watcher
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
@@ -473,7 +473,7 @@ def restore_before_keepers_write(
 ) -> tuple[int | None, str | None, bool]:
     """As `restore_on`, by a job that looks at what there is before any keeper brings more to the run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restoring, "ensure_keeper", lambda *_: None)
+        patch.setattr(found_on_node, "ensure_keeper", lambda *_: None)
         return restore_on(root, {}, run, nodes, then_saves)
 
 

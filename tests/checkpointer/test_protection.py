@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from holdfast import Checkpointer, Memory, RejectedSource
-from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, slot_names
+from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
@@ -122,6 +122,18 @@ def test_a_second_node_may_be_lost_before_the_first_save_after_the_loss_of_one(
     assert run_ranks(len(there), restored_tiers, run, there) == [("peer memory", 3, True, TIERS)] * len(there)
 
 
+@pytest.mark.parametrize("num_left", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_nodes_that_have_no_part_in_the_next_job_send_what_they_hold(
+    tmp_path: Path, nodes: list[Path], num_left: int
+) -> None:
+    """Only the nodes of the job were asked, so a job on fewer nodes went back to storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2)) == [[True, True]] * 4
+    (holder,) = [node for node in holders_of(run, nodes[:4], 2)[0] if node != nodes[0]]
+    left = [nodes[0], holder][:num_left]  # neither holds anything of the other two
+    assert run_ranks(num_left, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * num_left
+
+
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
     run = str(tmp_path / "run")
     assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
@@ -140,6 +152,22 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     left = [nodes[1], nodes[2], nodes[4]]
     assert run_ranks(3, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * 3
     assert run_ranks(2, restored_tiers, run, left[:2])[0][1:3] == (3, True)
+
+
+def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
+    """Begin a run, and wait until this node has memory for the slots of its rank and for two copies of the other's."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    with Checkpointer(run, sharded(-1, dim=0), memory=Memory(node_dir=node, protect=COPIES), timeout_s=20.0) as each:
+        assert each.restore().step is None
+        with folder_of(run, node) as folder:
+            until(lambda: len(slot_names(folder)) == len(copy_names(folder)) == 2, timeout_s=30)
+            return [rank_of(name) for name in copy_names(folder)]
+
+
+def test_nodes_take_memory_for_copies_before_the_first_save(tmp_path: Path, nodes: list[Path]) -> None:
+    """They took it when the first snapshot was offered, so its protection took seconds per GiB."""
+    assert run_ranks(2, restore_nothing, str(tmp_path / "run"), nodes[:2]) == [[1, 1], [0, 0]]
 
 
 def damage_copies(run: str, node: Path, step: int) -> int:

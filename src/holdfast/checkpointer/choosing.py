@@ -18,8 +18,9 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
+from holdfast.checkpointer.away_nodes import AwaySlots, away_slots
 from holdfast.checkpointer.inventories import HeldFile, Inventory, Unknown, generation_of
-from holdfast.checkpointer.rebuild_plan import LostSlots, NodeShare, Rebuild, plan_rebuild
+from holdfast.checkpointer.rebuild_plan import FetchedSlot, LostSlots, NodeShare, Rebuild, plan_fetch, plan_rebuild
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -28,6 +29,7 @@ from holdfast.format.records import FileSeal, Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.generations import Generation, encode_generation
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.recovery.source_plan import FileSource, LostFile, plan_sources
 from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
@@ -146,13 +148,14 @@ class _Copy(NamedTuple):
 class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
     the nearest copy there, and its source; no node and no source if the run has it, or if it is one of the `lost` ones,
-    which can be rebuilt."""
+    which can be rebuilt, or of the `fetched` ones."""
 
     stored: StoredManifest
     seals: Sequence[FileSeal]
     files: Sequence[Mapping[str, _Copy]]
     sources: Sequence[FileSource | None]
     lost: tuple[LostSlots, ...] = ()
+    fetched: tuple[FetchedSlot, ...] = ()
 
     @property
     def tier(self) -> Tier:
@@ -190,13 +193,16 @@ class Survey:
         self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
+        self._folder: NodeFolder | None = None
+        self._away_slots: AwaySlots | None = None
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
+        self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories, self._held = inventories, {}
+        self._inventories, self._held, self._folder = inventories, {}, folder
         self._bad = frozenset(
             BadCopy(
                 each.checkpoint_id,
@@ -206,6 +212,7 @@ class Survey:
             )
             for each in self._found_bad
         )
+        self._speeds = {each.node: each.sent_bytes_per_s for each in inventories if each.sent_bytes_per_s}
         told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
@@ -317,14 +324,16 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                sources = plan_sources([_lost_file(holders) for holders in files])
+                sources = plan_sources([_lost_file(holders) for holders in files], measured=self._speeds)
                 lost: tuple[LostSlots, ...] = ()
+                fetched: tuple[FetchedSlot, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
-                    lost = self._lost(checkpoint_id, files)
-                    seals = _rebuilt_seals(manifest.file_names, files, lost) if lost else None
+                    lost, fetched = self._elsewhere(checkpoint_id, files)
+                    slots = [each.slot for part in lost for each in part.slots] + [each.away.slot for each in fetched]
+                    seals = _seals_with(manifest.file_names, files, slots) if slots else None
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _WholeCheckpoint(stored, seals, files, sources, lost)
+                    return _WholeCheckpoint(stored, seals, files, sources, lost, fetched)
         return None
 
     def _lack(self, checkpoint_id: str) -> str:
@@ -338,8 +347,11 @@ class Survey:
             return f"no node of this job has {num_missing} of its {count(len(names), 'file')}, or a sound copy of them"
         return "its manifest is damaged"
 
-    def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
-        """The slots to rebuild from parity, so that no file of a checkpoint is missing; none if that cannot be done."""
+    def _elsewhere(
+        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]
+    ) -> tuple[tuple[LostSlots, ...], tuple[FetchedSlot, ...]]:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing, or those to fetch from nodes
+        that have no part in the job; none of either if that cannot be done."""
         own: dict[str, dict[int, str]] = {}
         for number, holders in enumerate(files):
             for node, copy in holders.items():
@@ -354,15 +366,25 @@ class Survey:
             ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
             shares[node] = NodeShare(ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
-        return plan_rebuild(missing, shares) or ()
+        if lost := plan_rebuild(missing, shares):
+            return lost, ()
+        return (), plan_fetch(missing, self._away().by_id.get(checkpoint_id, ()), shares) or ()
+
+    def _away(self) -> AwaySlots:
+        """The slots on nodes of the last job that have no part in this one, which are asked once."""
+        if self._away_slots is None:
+            present = {each.node for each in self._inventories}
+            self._away_slots = AwaySlots() if self._folder is None else away_slots(self._folder, present)
+        return self._away_slots
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
         """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
-        if not whole.lost:
+        if not whole.lost and not whole.fetched:
             return None
         run_id = whole.stored.manifest.body.run_id
         generation = encode_generation(self._generations[checkpoint_id])
-        return Rebuild(run_id, generation, secrets.token_bytes(_SECRET_NBYTES), whole.lost)
+        secret = self._away().secret if whole.fetched else secrets.token_bytes(_SECRET_NBYTES)
+        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)
@@ -412,15 +434,14 @@ class Survey:
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
 
-def _rebuilt_seals(
-    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], lost: Iterable[LostSlots]
+def _seals_with(
+    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], slots: Iterable[SlotDigests]
 ) -> list[FileSeal]:
-    """The seals of files, of which those that no node holds are in `lost` slots."""
+    """The seals of files, of which those that no node of the job holds are in `slots`."""
     rebuilt = {
         part.file: FileSeal(names[part.file], part.nbytes, digest)
-        for each in lost
-        for found in each.slots
-        for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
+        for slot in slots
+        for part, digest in zip(slot.files, slot.digests, strict=True)
     }
     return [
         min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]

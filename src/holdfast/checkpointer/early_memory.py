@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 from torch.distributed import ProcessGroup
 
@@ -27,6 +28,8 @@ from holdfast.state.expected_state import expected_state
 from holdfast.state.flatten import FlatState, flatten
 
 _log = logging.getLogger(__name__)
+#: Limit for what is added to the size of large states: each of two slots and their copies has it.
+_MAX_MARGIN_NBYTES: Final = 3 << 20
 
 
 def prepare_saves(
@@ -38,8 +41,8 @@ def prepare_saves(
     group: ProcessGroup | None,
     deadline: Deadline,
 ) -> None:
-    """Have the nodes protect again what was `restored` from their memory, or begin to prepare memory. Collective."""
-    if restored.whole is not None and tier.stager.is_protected:
+    """Have the nodes protect what was `restored` from their memory, and begin to prepare memory. Collective."""
+    if tier.stager.is_protected:
         channel = default_channel("restore", group, deadline=deadline)
         part = attempt(lambda: tier.stager.protected_part(_flattened(state, channel, select), channel))
         channel.confirm("state", part, deadline)
@@ -80,4 +83,4 @@ def reserve_memory(
 
 def _with_margin(nbytes: int) -> int:
     """A size with room for what the plan leaves out: the state of schedulers and random generators, say."""
-    return nbytes + nbytes // 64 + (1 << 20) if nbytes else 0
+    return nbytes + min(nbytes // 64, _MAX_MARGIN_NBYTES) + (1 << 20) if nbytes else 0

@@ -16,6 +16,7 @@ from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.peering import noted_speed
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
 
 _log = logging.getLogger(__name__)
@@ -46,12 +47,13 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
-    whether any trainer is filling a slot."""
+    whether any trainer is filling a slot. The node has last sent copies at `sent_bytes_per_s` (0: it has sent none)."""
 
     node: str
     held: tuple[HeldFile, ...]
     is_filling: bool
     rows: tuple[HeldRow, ...] = ()
+    sent_bytes_per_s: float = 0.0
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -94,7 +96,10 @@ def inventory(
     has_trainers = has_any_trainer(folder)
     for part in parts:
         held += _held_on_disk(part, has_trainers=has_trainers)
-    return Inventory(folder.identity(), tuple(held), is_filling, tuple(rows))
+    speed = noted_speed(folder)
+    return Inventory(
+        folder.identity(), tuple(held), is_filling, tuple(rows), 0.0 if speed is None else speed.bytes_per_s
+    )
 
 
 def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:

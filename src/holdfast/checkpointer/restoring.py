@@ -17,6 +17,7 @@ from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
 from holdfast.checkpointer.choosing import (
     Chosen,
     Clearing,
@@ -42,7 +43,6 @@ from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import Fork, Place, Seal
-from holdfast.format.values import Node
 from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
@@ -397,11 +397,12 @@ class _CheckpointInMemory:
     def share_values(self, channel: Channel, deadline: Deadline) -> None:
         """Open it on all ranks, and give each the values in files that it cannot read. Collective."""
         opened = attempt(self.open)
-        channel.confirm("copies", opened, deadline)
-        checkpoint, _ = done(opened)
+        part = told(opened, lambda opened: _values_of(opened.checkpoint, channel.rank))
+        values = value_codec.decode(channel.exchange("values", part, _merged_values, deadline))
+        checkpoint = done(opened).checkpoint
         assert isinstance(checkpoint, Checkpoint)
         if checkpoint.holders is not None:
-            checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
+            checkpoint.nodes = values
 
 
 @contextmanager
@@ -516,18 +517,17 @@ def _load(
     return loading.fill(state, held.open, epoch=held.chosen.epoch, skipped=skipped)
 
 
-def _all_values(
-    channel: Channel, deadline: Deadline, checkpoint: Checkpoint, holders: Sequence[int]
-) -> Mapping[str, Node]:
-    """The whole table of values, merged from the files that each rank can read. Collective."""
-    mine = [file for file, holder in enumerate(holders) if max(holder, 0) == channel.rank]  # rank 0's: all can read it
+def _values_of(checkpoint: StoredState, rank: int) -> bytes:
+    """The encoded values in those files that `rank` reads for all."""
+    assert isinstance(checkpoint, Checkpoint)
+    holders = checkpoint.holders or ()
+    mine = [file for file, holder in enumerate(holders) if max(holder, 0) == rank]  # rank 0's: all can read it
+    return value_codec.encode(checkpoint.values_in(mine))
 
-    def merge(payloads: Sequence[bytes]) -> bytes:
-        tables = map(value_codec.decode, payloads)
-        return value_codec.encode({path: node for table in tables for path, node in table.items()})
 
-    part = attempt(lambda: value_codec.encode(checkpoint.values_in(mine)))
-    return value_codec.decode(channel.exchange("values", part, merge, deadline))
+def _merged_values(payloads: Sequence[bytes]) -> bytes:
+    tables = map(value_codec.decode, payloads)
+    return value_codec.encode({path: node for table in tables for path, node in table.items()})
 
 
 _NO_OPTIONS: Final = "takes no options of a load"

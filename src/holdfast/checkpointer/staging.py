@@ -33,7 +33,7 @@ from holdfast.format.values import Node
 from holdfast.keeper.client import ensure_keeper
 from holdfast.node_disk.disk_folder import own_folder, part_of, use_disk
 from holdfast.node_memory.arena import Register
-from holdfast.node_memory.claims import Claim, is_claimed
+from holdfast.node_memory.claims import is_claimed
 from holdfast.node_memory.generations import Generation, protected_ids, write_generation
 from holdfast.node_memory.node_folder import NodeFolder, boot_id, memory_error, unusable_memory
 from holdfast.node_memory.peering import forget_peers, noted_secret, peer_trouble
@@ -116,7 +116,8 @@ class Stager:
         hold, with the copies that are `left` of lost ones. Collective."""
         assert self._meeting is not None
         run = text_of(self._run)
-        with NodeFolder(run, node_dir=self.node_dir) as folder, Claim(folder):
+        # Without a claim: the other ranks of this node would take it for that of a job that trains.
+        with NodeFolder(run, node_dir=self.node_dir) as folder:
             self._meeting.protect_again(folder, run, left, part, channel, deadline)
 
     def protected_part(self, flat: FlatState, channel: Channel) -> ProtectedPart:

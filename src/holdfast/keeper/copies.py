@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Condition, Lock
 from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError
@@ -37,6 +37,7 @@ from holdfast.peers.peer_messages import (
     Noted,
     OfferCopy,
     PeerReply,
+    PrepareCopies,
     Put,
     PutGeneration,
     PutRange,
@@ -44,9 +45,11 @@ from holdfast.peers.peer_messages import (
 from holdfast.store.base import Bytes
 
 #: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay.
-_NUM_COPIES: Final = 2
+NUM_COPIES: Final = 2
 #: Limit for the bytes of a copy that a peer offers.
 MAX_COPY_NBYTES: Final = 1 << 44
+#: Time that an offer waits for memory that is being taken for it.
+_PREPARING_S: Final = 10.0
 #: Time after which a reception that no connection feeds is given up: its sender is gone.
 _DEAD_S: Final = 120.0
 
@@ -100,8 +103,13 @@ class PeerCopies:
         self._rebuilt: dict[str, Place | None] = {}
         #: The names of copies that the keeper is sending to other nodes. It sets them, and they stay meanwhile.
         self.being_sent: frozenset[str] = frozenset()
-        #: The ranks for whose copies a thread is taking a slot.
+        #: The ranks for whose copies a thread is taking a slot, or memory. Changes are notified.
         self._preparing: set[int] = set()
+        self._changed = Condition(self._lock)
+        #: The ranks of offers that wait for that: they come before memory for the next copy.
+        self._waiting: Counter[int] = Counter()
+        #: The ranks whose copies are expected: the memory for them stays.
+        self._expected: set[int] = set()
         self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
 
     def offer(self, offer: OfferCopy) -> PeerReply:
@@ -111,7 +119,7 @@ class PeerCopies:
         with self._lock:
             if any(_is_of(slot, offer) for slot in self._copies.values()):
                 return CopyKept()
-            if offer.rank in self._preparing or not self._end_stale(offer):
+            if not self._begin_preparing(offer.rank) or not self._end_stale(offer):
                 return Declined("another connection is sending a copy of that rank")
             self._preparing.add(offer.rank)
         try:
@@ -125,9 +133,57 @@ class PeerCopies:
         except (HoldfastError, OSError) as error:
             return Declined(str(error))
         finally:
-            with self._lock:
-                self._preparing.discard(offer.rank)
+            self._end_preparing(offer.rank)
         return CopyWanted(token, needs_generation=incoming.sealing is None)
+
+    def prepare(self, request: PrepareCopies) -> PeerReply:
+        """Have memory for copies of a rank that a peer will offer. Blocks while memory is taken."""
+        rank, nbytes = request.rank, request.nbytes
+        if not 0 < nbytes <= MAX_COPY_NBYTES:
+            raise ValueError("a copy needs bytes, and has a limit")
+        with self._lock:
+            self._expected.add(rank)
+            if not self._changed.wait_for(
+                lambda: rank not in self._preparing and not self._waiting[rank], _PREPARING_S
+            ):
+                return Declined("another connection is sending a copy of that rank")
+            self._preparing.add(rank)
+        try:
+            while self._num_fit(rank, nbytes) < request.num_copies:
+                slot = reserved(self._folder, SlotKind.COPY, rank=rank, nbytes=nbytes)
+                slot.let_go()
+                with self._lock:
+                    self._copies[slot.name] = slot
+        except (HoldfastError, OSError) as error:
+            return Declined(str(error))
+        finally:
+            self._end_preparing(rank)
+        return Noted()
+
+    def expect_none(self) -> None:
+        """Forget which copies are expected: the peers are those of another job now."""
+        with self._lock:
+            self._expected.clear()
+
+    def _begin_preparing(self, rank: int) -> bool:
+        """Under the lock, wait until no thread takes memory for copies of `rank`. Returns whether that came."""
+        self._waiting[rank] += 1
+        try:
+            return self._changed.wait_for(lambda: rank not in self._preparing, _PREPARING_S)
+        finally:
+            self._waiting[rank] -= 1
+            self._changed.notify_all()
+
+    def _end_preparing(self, rank: int) -> None:
+        with self._changed:
+            self._preparing.discard(rank)
+            self._changed.notify_all()
+
+    def _num_fit(self, rank: int, nbytes: int) -> int:
+        """The number of slots for copies of `rank` that have room for `nbytes`."""
+        with self._lock:
+            mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
+        return sum(slot.nbytes >= nbytes for slot in mine)
 
     def sink(self, put: Put) -> GenerationSink | _RangeSink:
         """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
@@ -240,6 +296,7 @@ class PeerCopies:
                 contents = slot.record.contents
                 is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
                 is_old = is_old and self._rebuilt.get(name) != newest
+                is_old = is_old and not (slot.state == SlotState.FREE and slot.rank in self._expected)
                 if slot.is_removed:
                     slot.close()
                     del self._copies[name]
@@ -300,7 +357,7 @@ class PeerCopies:
             held = slot.record.contents
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
-            is_one_too_many = held is not None and len(whole) >= _NUM_COPIES and held.place == places[0]
+            is_one_too_many = held is not None and len(whole) >= NUM_COPIES and held.place == places[0]
             is_needed = is_needed or slot.name in self.being_sent
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue

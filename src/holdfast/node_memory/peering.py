@@ -23,6 +23,7 @@ _SECRET_NAME: Final = "peers.secret"  # noqa: S105 - the name of a file
 _PORT_NAME: Final = "peers.port"
 _TABLE_NAME: Final = "peers.table"
 _TROUBLE_NAME: Final = "peers.trouble"
+_SPEED_NAME: Final = "peers.speed"
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
@@ -54,6 +55,12 @@ class PeerNode(msgspec.Struct, frozen=True, array_like=True):
 
     identity: str
     address: str
+
+
+class PeerSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes per second at which this node has last sent copies to others."""
+
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
 
 
 class ParityTable(msgspec.Struct, frozen=True, array_like=True):
@@ -187,9 +194,19 @@ def peer_trouble(folder: NodeFolder) -> str:
     return ""
 
 
+def note_speed(folder: NodeFolder, speed: PeerSpeed) -> None:
+    """Tell the ranks of this node how fast it sends. Only for the keeper."""
+    _note(folder, _SPEED_NAME, speed)
+
+
+def noted_speed(folder: NodeFolder) -> PeerSpeed | None:
+    """The speed at which this node has last sent copies to others; None where it has sent none."""
+    return _noted(folder, _SPEED_NAME, PeerSpeed)
+
+
 def forget_peers(folder: NodeFolder) -> None:
     """Remove all notes about peers: the slots of `folder` are not protected any more."""
-    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME):
+    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME, _SPEED_NAME):
         folder.discard(name)
 
 
