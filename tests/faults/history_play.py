@@ -419,6 +419,7 @@ class Play:
             self._disturb(job, planned.disturbance, planned.node)
         statuses = job.answers(SaveStatus)
         if statuses[0].is_skipped:
+            assert planned.memory_only, f"step {step} waited for memory in vain: {statuses}"
             self.counts["skipped"] += 1
             return
         parent = self._parents[job.number]

@@ -296,6 +296,20 @@ def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
     assert copy_in(folders[1], stack).state == SlotState.HELD
 
 
+def test_a_slot_that_was_given_up_is_freed_although_a_lost_peer_does_not_take_it(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.slots[1].remove()  # so the checkpoint is never durable
+    keepers = keepers_of(folders, stack)
+    go_on = Event()
+    stack.callback(go_on.set)
+    monkeypatch.setattr(PeerCopies, "offer", lambda *_: go_on.wait(30))
+    until(lambda: looked(keepers[0]) and keepers[0].owes and keepers[0]._protection.is_sending)
+    assert saved.slots[0].refresh().state == SlotState.SEALED
+    give_up_generation(folders[0], CHECKPOINT)
+    until(lambda: looked(keepers[0]) and saved.slots[0].refresh().state == SlotState.FREE, timeout_s=10)
+
+
 def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack
 ) -> None:
