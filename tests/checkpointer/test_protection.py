@@ -162,6 +162,7 @@ def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
         assert each.restore().step is None
         with folder_of(run, node) as folder:
             until(lambda: len(slot_names(folder)) == len(copy_names(folder)) == 2, timeout_s=30)
+            dist.barrier()  # a rank that ends removes its slots
             return [rank_of(name) for name in copy_names(folder)]
 
 
