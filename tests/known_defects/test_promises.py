@@ -1,4 +1,4 @@
-"""The storage contract, and the promises of keepers and to their peers: if the code breaks any of them, some test fails.
+"""The storage contract, and the promises of keepers: if the code breaks any of them, some test fails.
 
 `storage_promises.py`, `keeper_promises.py` and `peer_promises.py` list them.
 """
