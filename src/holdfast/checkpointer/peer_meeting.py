@@ -118,8 +118,10 @@ class PeerMeeting:
         before, self.error = self.error, None
         try:
             self._meet(folder, part, channel, deadline)
-        except DeadlineError:
+        except DeadlineError as error:
             self.error = before
+            if error.code == "timeout.ranks":
+                error.action += " All ranks need the same Memory(protect=...)."
             raise
         except HoldfastError as error:
             self.error = error
@@ -240,17 +242,28 @@ def _domains(given: str | Path | None) -> tuple[str, ...]:
     """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
     if isinstance(given, Path):
         try:
-            text = given.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"the file that names the failure domain of this node cannot be read: {error}.",
-                code="config.protection",
-                action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
-                path=str(given),
-            ) from error
+            names = domain_parts(given.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _no_domain(given, f"cannot be read: {error}") from error
+        if not names:
+            raise _no_domain(given, "is empty")
     else:
-        text = os.environ.get(DOMAIN_VARIABLE, "") if given is None else given
-    return tuple(reversed([part.strip() for part in text.strip().split("/") if part.strip()]))
+        names = domain_parts(os.environ.get(DOMAIN_VARIABLE, "") if given is None else given)
+    return tuple(reversed(names))
+
+
+def domain_parts(text: str) -> list[str]:
+    """The names of failure domains that `text` gives, the largest first. Slashes separate them."""
+    return [part.strip() for part in text.split("/") if part.strip()]
+
+
+def _no_domain(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the file that names the failure domain of this node {why}.",
+        code="config.protection",
+        action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
+        path=str(path),
+    )
 
 
 def _await_address(folder: NodeFolder, secret: bytes) -> str:
