@@ -102,10 +102,12 @@ class Memory:
 
 
 class NodeDirs(NamedTuple):
-    """The folders of a node that the saves and restores of a job use: one in memory, and one on a disk (None: none)."""
+    """The folders of a node that the saves and restores of a job use: one in memory, which other nodes protect by the
+    policy `protect` ("": none), and one on a disk (None: none)."""
 
     memory: Path
     disk: Path | None = None
+    protect: str = ""
 
 
 def own_node_dir(memory: Memory, run: Location, takeover: Takeover) -> Path:

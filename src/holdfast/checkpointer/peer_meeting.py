@@ -118,10 +118,8 @@ class PeerMeeting:
         before, self.error = self.error, None
         try:
             self._meet(folder, part, channel, deadline)
-        except DeadlineError as error:
+        except DeadlineError:
             self.error = before
-            if error.code == "timeout.ranks":
-                error.action += " All ranks need the same Memory(protect=...)."
             raise
         except HoldfastError as error:
             self.error = error
@@ -286,6 +284,18 @@ def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
         action="Read its log, keeper.log in that folder, and allow TCP connections between the nodes.",
         path=str(folder.path),
     )
+
+
+def check_policies(policies: Sequence[str]) -> None:
+    """Raise `ConfigurationError` if ranks want other policies than rank 0; "" stands for none."""
+    for rank, policy in enumerate(policies):
+        if policy != policies[0]:
+            first, other = (each or "none" for each in (policies[0], policy))
+            raise ConfigurationError(
+                f"the ranks want their snapshots protected in different ways: rank 0 {first}, and rank {rank} {other}.",
+                code="config.unlike_protection",
+                action="Pass the same Memory(protect=...) on all ranks.",
+            )
 
 
 def _trains(folder: NodeFolder) -> ConfigurationError:
