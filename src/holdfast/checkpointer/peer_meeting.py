@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,6 +135,7 @@ class PeerMeeting:
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
+            _require_unlike(nodes)
             return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity, self.rules.pacing)
 
         placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
@@ -193,7 +195,7 @@ def _domains(given: str | Path | None) -> tuple[str, ...]:
     if isinstance(given, Path):
         try:
             text = given.read_text(encoding="utf-8")
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 f"the file that names the failure domain of this node cannot be read: {error}.",
                 code="config.protection",
@@ -216,6 +218,18 @@ def _await_address(folder: NodeFolder, secret: bytes) -> str:
             return f"{own_host()}:{port.port}"
         time.sleep(_LOOK_S)
     raise _cannot_listen(folder, f"it did not within {_LISTEN_S:.0f} s")
+
+
+def _require_unlike(nodes: Sequence[PeerNode]) -> None:
+    """Raise `ConfigurationError` where two nodes have one address, such as that of the loopback and by chance the same
+    port: a keeper that connects there reaches itself, and would hold the copies of its own slots."""
+    address, number = Counter(node.address for node in nodes).most_common(1)[0]
+    if number > 1:
+        raise ConfigurationError(
+            f"{number} nodes give {address} as the address of their keeper.",
+            code="config.protection",
+            action="Set MASTER_ADDR to an address that all nodes reach, or start torchrun with --local-addr.",
+        )
 
 
 def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
