@@ -17,7 +17,7 @@ from holdfast.keeper import daemon, peer_memory, protecting, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
-from holdfast.node_memory.generations import give_up_generation, protected_ids
+from holdfast.node_memory.generations import give_up_generation, protected_ids, unmark_protected
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import (
@@ -33,7 +33,7 @@ from holdfast.node_memory.peering import (
     peer_trouble,
 )
 from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
-from holdfast.peers.peer_messages import CopyKept, CopyWanted, OfferCopy
+from holdfast.peers.peer_messages import CopyKept, CopyWanted, Declined, OfferCopy
 from holdfast.run.history import Run
 from tests.keeper.test_keeper_promises import Later, looked
 from tests.keeper.test_persist import CHECKPOINT, Saved, assert_loads
@@ -332,3 +332,33 @@ def test_the_trouble_of_an_earlier_keeper_does_not_outlive_it(
     until(lambda: look(*keepers) and peer_trouble(folders[0]) == "")
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     assert peer_trouble(folders[0]) == ""
+
+
+def test_a_node_that_missed_the_mark_of_protection_gets_it_when_it_says_again_that_its_copies_are_kept(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+    for restarted in (False, True):
+        if restarted:  # the next keeper of the first node has counted nothing
+            keepers[0].close()
+            keepers[0] = Keeper(folders[0])
+            stack.callback(keepers[0].close)
+        unmark_protected(folders[1], CHECKPOINT)  # as if the message had been lost
+        until(lambda: look(*keepers) and protected_ids(folders[1]) == {CHECKPOINT})
+
+
+def test_saves_do_not_wait_for_ever_for_a_mark_because_another_node_cannot_be_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    keepers = keepers_of(folders, stack)
+    offer = keepers[0]._copies.offer
+    with monkeypatch.context() as patched:  # the first node has no room, and the second one has
+        patched.setattr(keepers[0]._copies, "offer", lambda _: Declined("there is no room"))
+        until(lambda: look(*keepers) and "there is no room" in peer_trouble(folders[1]))
+        until(lambda: look(*keepers) and "does not say that all nodes have theirs" in peer_trouble(folders[0]))
+        assert not protected_ids(folders[0])
+    assert keepers[0]._copies.offer == offer
+    until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+    until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,7 @@ class PeerMeeting:
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
+            _require_unlike(nodes)
             rules = (placed.targets, placed.parity, self.rules.pacing, placed.adoption)
             return PeerTable(digest_of(placed.secret), 0, nodes, *rules)
 
@@ -275,6 +277,18 @@ def _await_address(folder: NodeFolder, secret: bytes) -> str:
             return f"{own_host()}:{port.port}"
         time.sleep(_LOOK_S)
     raise _cannot_listen(folder, f"it did not within {_LISTEN_S:.0f} s")
+
+
+def _require_unlike(nodes: Sequence[PeerNode]) -> None:
+    """Raise `ConfigurationError` where two nodes have one address, such as that of the loopback and by chance the same
+    port: a keeper that connects there reaches itself, and would hold the copies of its own slots."""
+    address, number = Counter(node.address for node in nodes).most_common(1)[0]
+    if number > 1:
+        raise ConfigurationError(
+            f"{number} nodes give {address} as the address of their keeper.",
+            code="config.protection",
+            action="Set MASTER_ADDR to an address that all nodes reach, or start torchrun with --local-addr.",
+        )
 
 
 def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:

@@ -157,7 +157,8 @@ class SendCopies(PeerMessage, frozen=True):
 
 
 class NoteProtected(PeerMessage, frozen=True):
-    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
+    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`, or
+    by `CopyKept` where those of all its files are: the sender then marks it."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -179,7 +180,8 @@ class CopyWanted(PeerMessage, frozen=True):
 
 
 class CopyKept(PeerMessage, frozen=True):
-    """The peer holds the copy, or all its rows of parity of the checkpoint, whole and verified."""
+    """The peer holds the copy, or all its rows of parity of the checkpoint, whole and verified; or, as the answer to
+    `NoteProtected`, all nodes have said so."""
 
 
 class ParityWanted(PeerMessage, frozen=True):
