@@ -18,7 +18,8 @@ from bench.markdown import about, ours, table
 from bench.runner import in_turns, timed
 from bench.schema import OURS, BenchError, Part, Result
 from holdfast.checkpoint.catalogue import Tier
-from holdfast.checkpointer.choosing import Chosen, HeldFile, Inventory, Survey
+from holdfast.checkpointer.choosing import Chosen, Survey
+from holdfast.checkpointer.inventories import HeldFile, Inventory
 from holdfast.collector import collector_paused
 from holdfast.format import manifest as fmt
 from holdfast.format.records import Place

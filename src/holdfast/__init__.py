@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from holdfast.checkpointer.export_hub import ExportHub
     from holdfast.checkpointer.handle import Handle
     from holdfast.checkpointer.memory_option import Memory
-    from holdfast.checkpointer.restore_report import RestoreReport
+    from holdfast.checkpointer.restore_report import RejectedSource, RestoreReport
     from holdfast.copying import copy_run
     from holdfast.exporting import export
     from holdfast.frameworks.piecewise import Piecewise
@@ -75,6 +75,7 @@ _HOMES = {
     "Copies": "holdfast.protection.policies",
     "Parity": "holdfast.protection.policies",
     "Handle": "holdfast.checkpointer.handle",
+    "RejectedSource": "holdfast.checkpointer.restore_report",
     "RestoreReport": "holdfast.checkpointer.restore_report",
     "save": "holdfast.saving",
     "load": "holdfast.loading",
@@ -167,6 +168,7 @@ __all__ = [
     "Piecewise",
     "RandomState",
     "ReadSource",
+    "RejectedSource",
     "RestoreReport",
     "SavePolicy",
     "SaveReport",

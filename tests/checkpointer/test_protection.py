@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from holdfast import Checkpointer, Memory
-from holdfast.node_memory.slots import Slot, copy_names, parity_names, slot_names
+from holdfast import Checkpointer, Memory, RejectedSource
+from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
@@ -75,6 +77,63 @@ def test_a_lost_node_costs_nothing_that_its_peer_has_a_copy_of(tmp_path: Path, n
     assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
 
 
+def holders_of(run: str, node_dirs: Sequence[Path], step: int | None) -> dict[int, list[Path]]:
+    """By rank, the nodes that hold its slot of a step, or a copy of it."""
+    holders = defaultdict[int, list[Path]](list)
+    for node in node_dirs:
+        with folder_of(run, node) as folder:
+            for name in (*slot_names(folder), *copy_names(folder)):
+                with suppress(FileNotFoundError), Slot(folder, name) as slot:
+                    contents = slot.record.contents
+                    if slot.state in WHOLE and contents is not None and contents.step == step:
+                        holders[slot.rank].append(node)
+    return holders
+
+
+def are_on_two_nodes(holders: Mapping[int, Sequence[Path]], num_ranks: int) -> bool:
+    return len(holders) == num_ranks and all(len(nodes) >= 2 for nodes in holders.values())
+
+
+def restore_protected(run: str, node_dirs: Sequence[Path], num_ranks_before: int) -> bool:
+    """Restore and save nothing, and wait until each slot of the restored step is on two nodes."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)], protect=COPIES)
+    with Checkpointer(run, sharded(-1, dim=0), memory=memory, timeout_s=20.0) as checkpointer:
+        step = checkpointer.restore().step
+        until(lambda: are_on_two_nodes(holders_of(run, node_dirs, step), num_ranks_before), timeout_s=30)
+        dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("replacements", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_node_may_be_lost_before_the_first_save_after_the_loss_of_one(
+    tmp_path: Path, nodes: list[Path], replacements: int
+) -> None:
+    """Nodes met at the first save, and nobody copied the copies of lost nodes again: a second loss took them."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2)) == [[True, True]] * 4
+    lose(run, nodes[2])
+    left = [nodes[0], nodes[1], nodes[3]]
+    (holder,) = holders_of(run, left, 2)[2]
+    there = [*left, *nodes[4 : 4 + replacements]]
+    assert all(run_ranks(len(there), restore_protected, run, there, 4))
+    lose(run, holder)
+    there.remove(holder)
+    assert run_ranks(len(there), restored_tiers, run, there) == [("peer memory", 3, True, TIERS)] * len(there)
+
+
+@pytest.mark.parametrize("num_left", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_nodes_that_have_no_part_in_the_next_job_send_what_they_hold(
+    tmp_path: Path, nodes: list[Path], num_left: int
+) -> None:
+    """Only the nodes of the job were asked, so a job on fewer nodes went back to storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2)) == [[True, True]] * 4
+    (holder,) = [node for node in holders_of(run, nodes[:4], 2)[0] if node != nodes[0]]
+    left = [nodes[0], holder][:num_left]  # neither holds anything of the other two
+    assert run_ranks(num_left, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * num_left
+
+
 def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path: Path, nodes: list[Path]) -> None:
     run = str(tmp_path / "run")
     assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
@@ -93,6 +152,23 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     left = [nodes[1], nodes[2], nodes[4]]
     assert run_ranks(3, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * 3
     assert run_ranks(2, restored_tiers, run, left[:2])[0][1:3] == (3, True)
+
+
+def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
+    """Begin a run, and wait until this node has memory for the slots of its rank and for two copies of the other's."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    with Checkpointer(run, sharded(-1, dim=0), memory=Memory(node_dir=node, protect=COPIES), timeout_s=20.0) as each:
+        assert each.restore().step is None
+        with folder_of(run, node) as folder:
+            until(lambda: len(slot_names(folder)) == len(copy_names(folder)) == 2, timeout_s=30)
+            dist.barrier()  # a rank that ends removes its slots
+            return [rank_of(name) for name in copy_names(folder)]
+
+
+def test_nodes_take_memory_for_copies_before_the_first_save(tmp_path: Path, nodes: list[Path]) -> None:
+    """They took it when the first snapshot was offered, so its protection took seconds per GiB."""
+    assert run_ranks(2, restore_nothing, str(tmp_path / "run"), nodes[:2]) == [[1, 1], [0, 0]]
 
 
 def damage_copies(run: str, node: Path, step: int) -> int:
@@ -173,6 +249,38 @@ def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, no
     expected = ("peer memory", 3, True, TIERS)
     assert run_ranks(3, restored_tiers, str(run), left) == [expected] * 3
     until(lambda: len(committed(run)) == num_committed + 1)
+
+
+def save_and_stop_keepers(run: str, node_dirs: Sequence[Path]) -> bool:
+    """Save to memory alone, and stop the keeper before it writes anything to the run, as it would after the job."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=Memory(node_dir=node), timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        handle = checkpointer.save(2, memory_only=True)
+        handle.staged.wait(20)
+        until(lambda: handle.held)
+        stop_keepers(node)
+        dist.barrier()
+    return handle.held
+
+
+def rejected_sources(run: str, node_dirs: Sequence[Path]) -> tuple[str | None, tuple[RejectedSource, ...]]:
+    report, same = restored_columns(run, node_dirs)
+    assert same
+    return report.tier, report.rejected
+
+
+def test_the_report_says_why_a_newer_snapshot_was_not_restored(tmp_path: Path, nodes: list[Path]) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(2, save_protected, run, nodes[:2], (1,)) == [[True]] * 2
+    assert run_ranks(2, save_and_stop_keepers, run, nodes[:2]) == [True] * 2
+    lose(run, nodes[1])
+    continue_keepers(nodes[0])
+    reason = "no node of this job has 1 of its 2 files, or a sound copy of them"
+    expected = ("peer memory", (RejectedSource("node memory", "2.1", reason),))
+    assert run_ranks(1, rejected_sources, run, nodes[:1]) == [expected]
 
 
 def committed(run: Path) -> list[Path]:

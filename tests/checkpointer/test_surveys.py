@@ -33,6 +33,15 @@ def test_the_copies_of_a_lost_node_are_read_on_all_nodes_that_hold_them(job: Sim
 
 
 @pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
+def test_a_node_that_sent_its_copies_slowly_is_not_asked_for_those_that_another_has_too(job: SimulatedJob) -> None:
+    nodes, copies = job.held(NEWER, Tier.NODE_MEMORY), job.held(NEWER, Tier.PEER_MEMORY)[3]
+    speeds = {"node-0": 1e9, "node-1": 1e6, "node-2": 1e9}
+    found = job.inventories([nodes[0], nodes[1] + copies, nodes[2] + copies, ()])
+    told = [structs.replace(each, sent_bytes_per_s=speeds.get(each.node, 0.0)) for each in found]
+    assert Counter(rank // 4 for rank in job.choice(told).owners[12:]) == {2: 4}
+
+
+@pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
 def test_ranks_of_a_node_that_tell_different_files_are_all_heard(job: SimulatedJob) -> None:
     found = job.inventories(job.held(NEWER, Tier.NODE_MEMORY))
     parts = [structs.replace(each, held=each.held[rank % 4 :][:1]) for rank, each in enumerate(found)]

@@ -113,6 +113,23 @@ def test_a_replacement_has_another_address_and_nothing_of_the_lost_node(network:
     assert fetch(other, fresh, 1000, err=err) < 10
 
 
+def leave_orphans(count: int) -> None:
+    for _ in range(count):
+        if not os.fork():
+            if not os.fork():
+                time.sleep(0.01)
+            os._exit(0)
+        os.wait()
+
+
+def test_a_node_stays_up_when_an_orphan_of_it_ends(network: Network, err: Path) -> None:
+    (node,) = network.start(1)
+    for _ in range(3):
+        assert node.start(leave_orphans, 3, err=err).wait() == 0
+        until(lambda: not node.processes())
+    assert node.start(leave_orphans, 0, err=err).wait() == 0
+
+
 def count(to: Path) -> None:
     for number in range(10**9):
         to.write_text(str(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper import daemon, peer_memory, protecting
+from holdfast.keeper import daemon, peer_memory, protecting, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
@@ -130,6 +131,22 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
 
 
+def test_peers_take_memory_for_copies_before_the_first_save(
+    run: Run, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    """They took it when the first slot was offered, so the first protection took seconds per GiB."""
+    slot = stack.enter_context(Slot.create(folders[0], rank=7, nbytes=1 << 20))
+    assert slot.take()
+    slot.reserve()
+    slot.let_go()
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and len(copy_names(folders[1])) == 2)
+    copies = [stack.enter_context(Slot(folders[1], name)) for name in copy_names(folders[1])]
+    assert [(each.state, each.rank, each.nbytes) for each in copies] == [(SlotState.FREE, 7, slot.nbytes)] * 2
+    assert all(os.stat(folders[1].path / each.name).st_blocks * 512 >= slot.nbytes for each in copies)
+    assert not copy_names(folders[0])
+
+
 def test_a_copy_that_was_being_received_when_its_keeper_died_is_free(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack
 ) -> None:
@@ -156,7 +173,7 @@ def test_the_next_keeper_listens_at_the_same_port_and_nothing_is_sent_again(
     other = Keeper(folders[1])
     stack.callback(other.close)
     until(lambda: looked(other) and noted_port(folders[1]) == port)
-    monkeypatch.setattr(protecting, "_send_ranges", None)  # would fail
+    monkeypatch.setattr(sending, "_send_ranges", None)  # would fail
     for folder in folders:
         folder.remove(f"protected-{CHECKPOINT}")
     until(lambda: look(keepers[0], other) and all(protected_ids(folder) for folder in folders))
@@ -277,6 +294,20 @@ def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
     assert copy_in(folders[1], stack).state == SlotState.HELD
+
+
+def test_a_slot_that_was_given_up_is_freed_although_a_lost_peer_does_not_take_it(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.slots[1].remove()  # so the checkpoint is never durable
+    keepers = keepers_of(folders, stack)
+    go_on = Event()
+    stack.callback(go_on.set)
+    monkeypatch.setattr(PeerCopies, "offer", lambda *_: go_on.wait(30))
+    until(lambda: looked(keepers[0]) and keepers[0].owes and keepers[0]._protection.is_sending)
+    assert saved.slots[0].refresh().state == SlotState.SEALED
+    give_up_generation(folders[0], CHECKPOINT)
+    until(lambda: looked(keepers[0]) and saved.slots[0].refresh().state == SlotState.FREE, timeout_s=10)
 
 
 def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(

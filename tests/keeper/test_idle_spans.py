@@ -243,3 +243,41 @@ def test_a_bucket_of_tokens_that_is_full_does_not_make_pieces_large() -> None:
             bucket = carry(speed, 25e6, bucket=bucket)
     assert max(sizes) <= 256 << 10
     assert sum(sizes[-300:]) / 300 < 80_000
+
+
+def test_pieces_do_not_become_tiny_after_one_during_which_the_process_had_no_processor() -> None:
+    speed, link = LinkSpeed(), 2e9
+    for _ in range(500):
+        carry(speed, link)
+    before = speed.piece_nbytes
+    piece = PieceOnLink(before, 0.0)
+    piece.look(0.1, before)
+    piece.look(0.11, before // 3)
+    speed.note(piece, 0.12, before)
+    assert speed.piece_nbytes >= 0.7 * before
+
+
+def test_pieces_that_are_larger_than_the_buffer_of_the_connection_do_not_grow_forever() -> None:
+    speed, link, buffer = LinkSpeed(), 4e9, 4 << 20
+    for _ in range(500):
+        nbytes = speed.piece_nbytes
+        piece = PieceOnLink(nbytes, 0.0)
+        sent_s = max(nbytes - buffer, 0) / link
+        piece.look(sent_s, min(nbytes, buffer))
+        tail = nbytes // 2
+        if min(nbytes, buffer) > tail:
+            sent_s = (nbytes - tail) / link
+            piece.look(sent_s, tail)
+        speed.note(piece, sent_s, nbytes - piece.left_nbytes)
+    assert speed.piece_nbytes <= 1.4 * link * DELAY_S
+
+
+def test_a_piece_may_take_a_small_share_of_the_time_for_which_the_link_was_idle() -> None:
+    pacer = PiecePacer(0.0)
+    pacer.speed.bytes_per_s = 1e9
+    sizes = []
+    for number in range(20):
+        pacer.watch(0.05 * number, 0.05 * (number + 1), 0)
+        sizes.append(pacer.next_nbytes(0.05 * (number + 1), 1 << 40))
+    assert sizes[0] == 2e6
+    assert 0.03e9 <= sizes[-1] <= 0.05e9

@@ -6,6 +6,8 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -18,9 +20,9 @@ from holdfast.keeper.link_counters import LOOPBACK, chosen_route, interface_to, 
 from holdfast.keeper.pacing import LinkPace, LinkPaces
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import PacingRules, PeerNode, PeerTable, note_table, noted_table
-from holdfast.peers.peer_messages import Noted, PutRange
-from holdfast.peers.transport import PutPace
-from tests.peers.stub_keeper import MIB, StubKeeper, connect, listening
+from holdfast.peers.peer_messages import Noted, Put, PutRange
+from holdfast.peers.transport import PutPace, PutPiece
+from tests.peers.stub_keeper import MIB, StubKeeper, StubSink, connect, listening
 from tests.support.namespaces import INTERFACE
 from tests.support.nodes import Network
 
@@ -74,6 +76,32 @@ def test_bytes_arrive_as_they_were_sent_whatever_the_pace() -> None:
     assert put(idle_pace(Training()), 5 * MIB + 7)
     assert put(idle_pace(Training(), mode="auto"), 5 * MIB + 7)
     assert put(None, 5 * MIB + 7)
+
+
+def test_a_piece_that_is_larger_than_the_buffer_of_its_connection_is_seen_on_its_way() -> None:
+    class SlowKeeper(StubKeeper):
+        def sink(self, put: Put) -> StubSink:
+            sink = super().sink(put)
+            sink.received = lambda _: time.sleep(0.01)  # type: ignore[method-assign]
+            return sink
+
+    class Whole:
+        def __init__(self) -> None:
+            self.seen: list[int] = []
+
+        @contextmanager
+        def turn(self, nbytes: int, end_s: float) -> Iterator[PutPiece]:
+            yield PutPiece(nbytes, self.left)
+
+        def left(self, nbytes: int) -> float:
+            self.seen.append(nbytes)
+            return 0.001
+
+    pace, nbytes = Whole(), 32 * MIB
+    with listening(SlowKeeper(nbytes)) as listener, connect(listener.address) as connection:
+        connection.put(PutRange(1, 0, nbytes), np.zeros(nbytes, np.uint8), timeout_s=30, pace=pace)
+    assert pace.seen
+    assert 0 < pace.seen[-1] < nbytes // 2
 
 
 def test_a_limit_holds_on_any_interface() -> None:
@@ -153,6 +181,23 @@ def test_with_auto_nothing_is_held_back_once_training_did_not_use_the_link_betwe
     time.sleep(0.2)
     training.send(0.0)
     assert take(pace) < 1 << 30
+
+
+def test_rests_of_pieces_of_two_connections_that_are_still_on_the_way_are_not_taken_for_training() -> None:
+    counted = 0
+
+    def count(_: str) -> int:
+        return counted
+
+    pace = LinkPace("eth7", msgspec.convert(("idle", None), PacingRules), is_idle_paced=True, count=count)
+    on_the_way = [0, 0]
+    for number in range(20):
+        with pace.turn(1 << 30, in_s(20)) as piece:
+            assert piece.left is not None
+            counted += sum(on_the_way) + piece.nbytes // 2
+            on_the_way = [0, piece.nbytes // 2] if number % 2 else [piece.nbytes // 4, piece.nbytes // 4]
+            time.sleep(piece.left(piece.nbytes // 2))
+    assert not pace._pacer.spans.was_busy
 
 
 def test_when_the_keeper_ends_nothing_is_held_back() -> None:

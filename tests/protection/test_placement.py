@@ -26,7 +26,6 @@ def cards(
             f"node-{number}",
             f"host-{number}",
             tuple(range(8 * number, 8 * number + 8)),
-            1 << 30,
             domains[number] if domains else (),
             groups[number] if groups else (),
         )
@@ -215,7 +214,7 @@ def test_a_job_in_one_rack_is_protected_against_the_loss_of_nodes() -> None:
 
 
 def test_two_nodes_of_one_host_do_not_keep_each_others_copies() -> None:
-    nodes = [NodeCard(f"node-{number}", f"host-{number % 2}", (number,), 1) for number in range(4)]
+    nodes = [NodeCard(f"node-{number}", f"host-{number % 2}", (number,)) for number in range(4)]
     assert all(owner % 2 != holder % 2 for owner, (holder,) in enumerate(place_copies(nodes, 1).holders))
 
 

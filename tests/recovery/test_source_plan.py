@@ -108,6 +108,12 @@ def test_a_disk_helps_a_peer_in_proportion_to_its_rate() -> None:
     assert Counter(plan_sources(files, Rates(network=1e9, disk=100e9))) == {FileSource("rebooted", DISK): 12}
 
 
+def test_a_node_that_has_sent_slowly_gets_few_files() -> None:
+    files = [LostFile(GIB, {"slow": PEER, "fast": PEER, "new": PEER})] * 21
+    sources = plan_sources(files, measured={"slow": 1e8, "fast": 1e9, "other": 1e9})
+    assert Counter(source.node for source in sources if source is not None) == {"slow": 1, "fast": 10, "new": 10}
+
+
 def test_the_plan_of_2048_nodes_with_two_copies_takes_less_than_half_a_second() -> None:
     files = []
     for file in range(8960):

@@ -58,7 +58,8 @@ _MIN_BURST: Final = 16 * 2**10
 _QUEUE_S: Final = 0.2
 
 #: The first process of a node. Dead orphans vanish at once, since it ignores SIGCHLD. It ends when its input does: the
-#: process that started the node holds the other end.
+#: process that started the node holds the other end. (A shell that reads would end when an orphan dies: dash catches
+#: SIGCHLD, whatever its traps say.)
 _INIT: Final = """
 set -e
 echo "$1" > /proc/sys/kernel/hostname
@@ -66,9 +67,8 @@ echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6
 mount -t tmpfs -o "size=$2m,mode=1777" memory /dev/shm
 mount --bind "$3" /proc/sys/kernel/random/boot_id
 mount --bind "$4" /etc/hosts
-trap '' CHLD
 echo ready
-read -r _
+exec env --ignore-signal=CHLD cat > /dev/null
 """
 _SWITCH: Final = """
 set -e

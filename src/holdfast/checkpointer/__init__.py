@@ -27,7 +27,7 @@ from holdfast.calls import (
 )
 from holdfast.checkpointer.background_save import SavingJob
 from holdfast.checkpointer.disk_room import once_it_fits
-from holdfast.checkpointer.early_memory import reserve_memory
+from holdfast.checkpointer.early_memory import prepare_saves
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.failed_saves import FailedSaves
 from holdfast.checkpointer.first_save import check_loaded
@@ -331,8 +331,7 @@ class Checkpointer:
             self._observers.hear(restoration)
             if tier is not None:
                 tier.note_restored(restored)
-                if report.tier != "node memory":  # which has the slots of the last job
-                    reserve_memory(tier, self._state, select=self._select, group=self._group, deadline=deadline)
+                prepare_saves(tier, restored, self._state, select=self._select, group=self._group, deadline=deadline)
             return report
 
     def steps(self, total: int) -> Iterator[int]:

@@ -157,7 +157,7 @@ class BackgroundSave:
 
         begun_s = time.perf_counter()
         self.channel.confirm("memory", attempt(prepare), self.deadline)
-        self.stager.meet_peers(share, flat, self.channel, self.deadline)
+        self.stager.meet_peers(flat, self.channel, self.deadline)
         self.machine.have_memory(time.perf_counter() - begun_s)
 
     def _flat(self) -> FlatState:

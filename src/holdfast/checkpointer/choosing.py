@@ -18,24 +18,29 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.rebuild_plan import HeldRow, LostSlots, NodeShare, Rebuild, plan_rebuild
+from holdfast.checkpointer.away_nodes import AwaySlots, away_slots
+from holdfast.checkpointer.inventories import HeldFile, Inventory, Unknown, generation_of
+from holdfast.checkpointer.rebuild_plan import FetchedSlot, LostSlots, NodeShare, Rebuild, plan_fetch, plan_rebuild
 from holdfast.checkpointer.restore_report import Tier
-from holdfast.errors import CorruptError, FencedError, HoldfastError, NotFoundError
+from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
 from holdfast.format.container import Files
 from holdfast.format.records import FileSeal, Place
 from holdfast.node_disk.disk_folder import DiskPart
-from holdfast.node_memory.claims import has_any_trainer, has_trainer
-from holdfast.node_memory.generations import Generation, encode_generation, read_generation
+from holdfast.node_memory.generations import Generation, encode_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import WHOLE, Slot, SlotState
+from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.recovery.source_plan import FileSource, LostFile, plan_sources
 from holdfast.run.complete import StoredManifest, can_commit, check_file, encode_seal
 from holdfast.run.history import Run
 from holdfast.store.base import Store
+from holdfast.wording import count
 
 #: Size of the secret that keepers prove to each other while they rebuild a checkpoint.
 _SECRET_NBYTES: Final = 32
+
+#: The reason why a whole checkpoint is passed over.
+_CANNOT_GO_ON: Final = "the run goes on without it: it can no longer be committed"
 
 _log = logging.getLogger(__name__)
 #: The tiers of nodes, as reports name them.
@@ -44,29 +49,6 @@ _TIERS: Final[Mapping[NodeTier, Tier]] = {
     NodeTier.PEER_MEMORY: "peer memory",
     NodeTier.NODE_DISK: "node disk",
 }
-
-
-class HeldFile(msgspec.Struct, frozen=True, array_like=True):
-    """A whole data file on a node, in its `tier`. It belongs to the run `run_id`, and to the epoch that was opened with
-    `incarnation` ("": not recorded). `has_trainer`: a living process fills the slots of its rank; for one on a disk,
-    those of any rank."""
-
-    run_id: str
-    incarnation: str
-    checkpoint_id: str
-    place: Place
-    step: int
-    file: int
-    nbytes: int
-    digest: str
-    is_committed: bool
-    has_trainer: bool
-    tier: NodeTier = NodeTier.NODE_MEMORY
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether it lies on a disk of the node."""
-        return self.tier is NodeTier.NODE_DISK
 
 
 class DamagedCopy(NamedTuple):
@@ -96,16 +78,6 @@ class FailedNode(NamedTuple):
     node: str
 
 
-class Inventory(msgspec.Struct, frozen=True, array_like=True):
-    """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
-    whether any trainer is filling a slot."""
-
-    node: str
-    held: tuple[HeldFile, ...]
-    is_filling: bool
-    rows: tuple[HeldRow, ...] = ()
-
-
 class Clearing(NamedTuple):
     """A look at memory by a job whose saves find no room: it gives up the checkpoints that earlier jobs left and that
     can never be committed, because memory has only a part of them, or because there is a newer epoch than theirs.
@@ -123,6 +95,14 @@ class Clearing(NamedTuple):
         return self.first is None or place < self.first
 
 
+class PassedOver(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint on the nodes that is newer than the one that the ranks restore, and the reason why they do not take
+    it."""
+
+    place: Place
+    reason: str
+
+
 class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     """The checkpoint that all ranks restore: its seal (empty: restore from storage), the newest epoch of its run, the
     name of its folder, `owners`, and whether it is committed. `owners` are the ranks that read each file for all others
@@ -130,8 +110,9 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     `copied`, only copies on other nodes than their owners' are left. `has_more`: files of it lie in other tiers of
     nodes than the memory of their owners, so a damaged one may have a sound copy. `tier` is the farthest that files
     are read from, and `bad` are the copies that nobody reads. `manifest` is for nodes that hold no file of the
-    checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has no checkpoint of the
-    run yet. With `rebuild`, files of it have to be rebuilt first, and then the ranks choose again.
+    checkpoint and so lack its manifest; empty if there is no such node. With `is_all`, storage has no
+    checkpoint of the run yet. With `rebuild`, files of it have to be rebuilt first, and then the ranks choose again.
+    `passed` are newer checkpoints on the nodes, which the ranks cannot take.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
     `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
@@ -154,92 +135,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     tier: Tier = "node memory"
     rebuild: Rebuild | None = None
     bad: tuple[BadCopy, ...] = ()
-
-
-class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The checkpoints of which rank 0's node has no part: for each id, the rank that shall send the generation."""
-
-    senders: dict[str, int]
-
-
-def inventory(
-    folder: NodeFolder, slots: Sequence[Slot], parts: Iterable[DiskPart] = (), rows: Iterable[HeldRow] = ()
-) -> Inventory:
-    """The inventory of this node's `slots`, of the `parts` of checkpoints on its disks, and of its `rows` of parity."""
-    # First, because a slot that a trainer is just filling may be complete a moment later.
-    is_filling = any(slot.state == SlotState.WRITING and not slot.is_copy and not _is_of_dead(slot) for slot in slots)
-    held = []
-    known: dict[str, Generation] = {}
-    for slot in slots:
-        record = slot.record
-        contents = record.contents
-        if contents is not None and record.state in WHOLE:
-            with suppress(FileNotFoundError, CorruptError):
-                id_ = contents.checkpoint_id
-                generation = known[id_] = known.get(id_) or read_generation(folder, id_)
-                held += [
-                    HeldFile(
-                        contents.run_id,
-                        generation.incarnation,
-                        id_,
-                        contents.place,
-                        contents.step,
-                        part.file,
-                        part.nbytes,
-                        digest,
-                        record.state == SlotState.COMMITTED,
-                        not slot.is_copy and has_trainer(folder, slot.rank),
-                        NodeTier.PEER_MEMORY if slot.is_copy else NodeTier.NODE_MEMORY,
-                    )
-                    for part, digest in zip(contents.files, record.digests, strict=False)
-                ]
-    has_trainers = has_any_trainer(folder)
-    for part in parts:
-        held += _held_on_disk(part, has_trainers=has_trainers)
-    return Inventory(folder.identity(), tuple(held), is_filling, tuple(rows))
-
-
-def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
-    """The whole data files of a part of a checkpoint on a disk; none where the disk fails."""
-    about, id_ = part.generation, part.checkpoint_id
-    try:
-        is_committed = part.is_drained
-        return [
-            HeldFile(
-                *(part.run_id, about.incarnation, id_, part.place, about.step, number, seal.nbytes, seal.digest),
-                is_committed,
-                has_trainers,
-                NodeTier.NODE_DISK,
-            )
-            for number, seal in part.held_files()
-        ]
-    except HoldfastError as error:
-        _log.warning("the disk of this node has a part of step %d that cannot be used: %s", about.step, error)
-        return []
-
-
-def _is_of_dead(slot: Slot) -> bool:
-    """Whether the process that was filling a slot is dead. Reads the slot again."""
-    return not slot.is_occupied and slot.state == SlotState.WRITING
-
-
-def generation_of(folder: NodeFolder, parts: Mapping[str, DiskPart], checkpoint_id: str) -> Generation:
-    """The generation of a checkpoint that this node has a file of: in memory, or by id, in the `parts` on its disks.
-
-    Raises as `read_generation`.
-    """
-    part = parts.get(checkpoint_id)
-    return read_generation(folder, checkpoint_id) if part is None else part.generation
-
-
-def known_of(folder: NodeFolder, parts: Mapping[str, DiskPart], unknown: Unknown, *, rank: int) -> list[Generation]:
-    """The generations that `rank` has to send, of the checkpoints that are `unknown` to rank 0's node."""
-    mine = []
-    for checkpoint_id, sender in unknown.senders.items():
-        if sender == rank:
-            with suppress(FileNotFoundError, CorruptError):
-                mine.append(generation_of(folder, parts, checkpoint_id))
-    return mine
+    passed: tuple[PassedOver, ...] = ()
 
 
 class _Copy(NamedTuple):
@@ -252,13 +148,14 @@ class _Copy(NamedTuple):
 class _WholeCheckpoint(NamedTuple):
     """A checkpoint that is whole: its manifest, the seals of its files, and for each file the nodes that hold it, with
     the nearest copy there, and its source; no node and no source if the run has it, or if it is one of the `lost` ones,
-    which can be rebuilt."""
+    which can be rebuilt, or of the `fetched` ones."""
 
     stored: StoredManifest
     seals: Sequence[FileSeal]
     files: Sequence[Mapping[str, _Copy]]
     sources: Sequence[FileSource | None]
     lost: tuple[LostSlots, ...] = ()
+    fetched: tuple[FetchedSlot, ...] = ()
 
     @property
     def tier(self) -> Tier:
@@ -296,13 +193,16 @@ class Survey:
         self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
+        self._folder: NodeFolder | None = None
+        self._away_slots: AwaySlots | None = None
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
+        self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
         self._senders: dict[str, int] = {}
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories, self._held = inventories, {}
+        self._inventories, self._held, self._folder = inventories, {}, folder
         self._bad = frozenset(
             BadCopy(
                 each.checkpoint_id,
@@ -312,6 +212,7 @@ class Survey:
             )
             for each in self._found_bad
         )
+        self._speeds = {each.node: each.sent_bytes_per_s for each in inventories if each.sent_bytes_per_s}
         told: dict[str, tuple[HeldFile, ...]] = {}
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
@@ -357,9 +258,12 @@ class Survey:
         damaged = [each for each in places if places[each] in self._damaged and each not in kept]
         spoilt = {*(each.checkpoint_id for each in self._bad), *(each.checkpoint_id for each in self._failed)}
         on_disk = {each.checkpoint_id for each in held if each.on_disk}
+        passed: list[PassedOver] = []
         for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
+            if head is None or head < place:
+                passed.append(PassedOver(place, self._lack(checkpoint_id) if whole is None else _CANNOT_GO_ON))
             if whole is None and checkpoint_id in spoilt:
                 damaged += [] if checkpoint_id in kept else [checkpoint_id]
                 continue
@@ -391,10 +295,11 @@ class Survey:
                     tier=whole.tier,
                     rebuild=self._rebuild(checkpoint_id, whole),
                     bad=tuple(sorted(self._bad, key=str)),
+                    passed=tuple(each for each in passed if each.place > place),
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
-        return Chosen(given_up=tuple(given_up), let_go=let_go)
+        return Chosen(given_up=tuple(given_up), let_go=let_go, passed=tuple(passed))
 
     def _newest_first(self, places: Mapping[str, Place]) -> list[str]:
         """The ids in `places`, without those from the oldest damaged one on."""
@@ -419,18 +324,34 @@ class Survey:
                 manifest = fmt.decode(generation.manifest, path=generation.folder)
                 stored = StoredManifest(generation.folder, generation.manifest, manifest)
                 files = self._files(checkpoint_id, manifest.file_names)
-                sources = plan_sources([_lost_file(holders) for holders in files])
+                sources = plan_sources([_lost_file(holders) for holders in files], measured=self._speeds)
                 lost: tuple[LostSlots, ...] = ()
+                fetched: tuple[FetchedSlot, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
-                    lost = self._lost(checkpoint_id, files)
-                    seals = _rebuilt_seals(manifest.file_names, files, lost) if lost else None
+                    lost, fetched = self._elsewhere(checkpoint_id, files)
+                    slots = [each.slot for part in lost for each in part.slots] + [each.away.slot for each in fetched]
+                    seals = _seals_with(manifest.file_names, files, slots) if slots else None
                 if seals is not None and manifest.body.run_id == run.run_id:
-                    return _WholeCheckpoint(stored, seals, files, sources, lost)
+                    return _WholeCheckpoint(stored, seals, files, sources, lost, fetched)
         return None
 
-    def _lost(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]) -> tuple[LostSlots, ...]:
-        """The slots to rebuild from parity, so that no file of a checkpoint is missing; none if that cannot be done."""
+    def _lack(self, checkpoint_id: str) -> str:
+        """The reason why a checkpoint is not whole."""
+        generation = self._generations.get(checkpoint_id)
+        if generation is None:
+            return "no node of this job has its manifest"
+        with suppress(CorruptError):
+            names = fmt.decode(generation.manifest, path=generation.folder).file_names
+            num_missing = sum(not holders for holders in self._files(checkpoint_id, names))
+            return f"no node of this job has {num_missing} of its {count(len(names), 'file')}, or a sound copy of them"
+        return "its manifest is damaged"
+
+    def _elsewhere(
+        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]
+    ) -> tuple[tuple[LostSlots, ...], tuple[FetchedSlot, ...]]:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing, or those to fetch from nodes
+        that have no part in the job; none of either if that cannot be done."""
         own: dict[str, dict[int, str]] = {}
         for number, holders in enumerate(files):
             for node, copy in holders.items():
@@ -445,15 +366,25 @@ class Survey:
             ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
             shares[node] = NodeShare(ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
-        return plan_rebuild(missing, shares) or ()
+        if lost := plan_rebuild(missing, shares):
+            return lost, ()
+        return (), plan_fetch(missing, self._away().by_id.get(checkpoint_id, ()), shares) or ()
+
+    def _away(self) -> AwaySlots:
+        """The slots on nodes of the last job that have no part in this one, which are asked once."""
+        if self._away_slots is None:
+            present = {each.node for each in self._inventories}
+            self._away_slots = AwaySlots() if self._folder is None else away_slots(self._folder, present)
+        return self._away_slots
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
         """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
-        if not whole.lost:
+        if not whole.lost and not whole.fetched:
             return None
         run_id = whole.stored.manifest.body.run_id
         generation = encode_generation(self._generations[checkpoint_id])
-        return Rebuild(run_id, generation, secrets.token_bytes(_SECRET_NBYTES), whole.lost)
+        secret = self._away().secret if whole.fetched else secrets.token_bytes(_SECRET_NBYTES)
+        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)
@@ -503,15 +434,14 @@ class Survey:
         return {each.node for each in self._inventories} <= {node for holders in files for node in holders}
 
 
-def _rebuilt_seals(
-    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], lost: Iterable[LostSlots]
+def _seals_with(
+    names: Sequence[str], files: Sequence[Mapping[str, _Copy]], slots: Iterable[SlotDigests]
 ) -> list[FileSeal]:
-    """The seals of files, of which those that no node holds are in `lost` slots."""
+    """The seals of files, of which those that no node of the job holds are in `slots`."""
     rebuilt = {
         part.file: FileSeal(names[part.file], part.nbytes, digest)
-        for each in lost
-        for found in each.slots
-        for part, digest in zip(found.slot.files, found.slot.digests, strict=True)
+        for slot in slots
+        for part, digest in zip(slot.files, slot.digests, strict=True)
     }
     return [
         min(holders.values(), key=lambda copy: copy.tier.distance).seal if holders else rebuilt[number]

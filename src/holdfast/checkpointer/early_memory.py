@@ -1,24 +1,62 @@
-"""Memory before the first save: its size follows from a plan of the state, with the optimizer slots of a first step."""
+"""The work after a restore that makes the first save quick, and the restored snapshot safe.
+
+Memory is taken early: its size follows from a plan of the state, with the optimizer slots of a first step. Nodes
+protect again what they hold, if some of them were lost.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Final
 
 from torch.distributed import ProcessGroup
 
 from holdfast.agreement.expected_files import expected_nbytes
+from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.memory_tier import MemoryTier
+from holdfast.checkpointer.reprotection import Reprotection
+from holdfast.checkpointer.restoring import Restored
+from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel, group_ranks
 from holdfast.format.patterns import Globs
 from holdfast.phases import attempt, done
 from holdfast.snapshot.device import devices_of
 from holdfast.state.expected_state import expected_state
-from holdfast.state.flatten import flatten
+from holdfast.state.flatten import FlatState, flatten
 
 _log = logging.getLogger(__name__)
+#: Limit for what is added to the size of large states: each of two slots and their copies has it.
+_MAX_MARGIN_NBYTES: Final = 3 << 20
+
+
+def prepare_saves(
+    tier: MemoryTier,
+    restored: Restored,
+    state: Mapping[str, object],
+    *,
+    select: str | Sequence[str] | None,
+    group: ProcessGroup | None,
+    deadline: Deadline,
+) -> None:
+    """Have the nodes protect what was `restored` from their memory, and begin to prepare memory. Collective."""
+    if tier.stager.is_protected:
+        channel = default_channel("restore", group, deadline=deadline)
+        part = attempt(lambda: tier.stager.protected_part(_flattened(state, channel, select), channel))
+        channel.confirm("state", part, deadline)
+        work = Reprotection(tier.stager, done(part), restored.left, channel.in_background(), deadline)
+        tier.begin(Background(work))
+    if restored.report.tier != "node memory":  # which has the slots of the last job
+        reserve_memory(tier, state, select=select, group=group, deadline=deadline)
+
+
+def _flattened(
+    state: Mapping[str, object], channel: Channel, select: str | Sequence[str] | None, *, meta: bool = False
+) -> FlatState:
+    globs = None if select is None else Globs(select)
+    return flatten(state, rank=channel.rank, world_size=channel.world_size, select=globs, meta=meta)
 
 
 def reserve_memory(
@@ -33,16 +71,7 @@ def reserve_memory(
     Collective. Whatever prevents that is not an error: the first save takes memory itself, and raises what is wrong.
     """
     channel = default_channel("restore", group, deadline=deadline)
-    rank, world_size = channel.rank, channel.world_size
-    flat = attempt(
-        lambda: flatten(
-            expected_state(state),
-            rank=rank,
-            world_size=world_size,
-            select=None if select is None else Globs(select),
-            meta=True,
-        )
-    )
+    flat = attempt(lambda: _flattened(expected_state(state), channel, select, meta=True))
     try:
         nbytes = expected_nbytes(flat, group_ranks(group), channel, deadline)
         channel.await_readers(deadline)
@@ -54,4 +83,4 @@ def reserve_memory(
 
 def _with_margin(nbytes: int) -> int:
     """A size with room for what the plan leaves out: the state of schedulers and random generators, say."""
-    return nbytes + nbytes // 64 + (1 << 20) if nbytes else 0
+    return nbytes + min(nbytes // 64, _MAX_MARGIN_NBYTES) + (1 << 20) if nbytes else 0

@@ -12,7 +12,8 @@ import numpy as np
 
 from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.choosing import Chosen, Inventory, generation_of, is_bad
+from holdfast.checkpointer.choosing import Chosen, is_bad
+from holdfast.checkpointer.inventories import Inventory, generation_of
 from holdfast.checkpointer.rebuild_plan import HeldRow
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt

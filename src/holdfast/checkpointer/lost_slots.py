@@ -1,4 +1,5 @@
-"""Ranks have keepers rebuild what was lost of a checkpoint with its nodes, before they load it."""
+"""Ranks have keepers rebuild what was lost of a checkpoint with its nodes, or fetch it from nodes that have no part in
+the job, before they load it."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ from typing import Final, NamedTuple
 import msgspec
 
 from holdfast.checkpointer.peer_meeting import ReachedKeeper, reached
-from holdfast.checkpointer.rebuild_plan import LostSlots, Rebuild, RebuiltSlot
+from holdfast.checkpointer.rebuild_plan import AwaySlot, LostSlots, Rebuild, RebuiltSlot
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.cooperative.network import own_host
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.format.records import Place, Seal
 from holdfast.keeper.client import ensure_keeper
-from holdfast.keeper.peer_ways import Way
+from holdfast.keeper.peer_ways import Way, require
 from holdfast.keeper.rebuild_client import rebuild_copy
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
@@ -28,6 +29,7 @@ from holdfast.peers.peer_messages import (
     OfferCopy,
     RebuildCopy,
     RequestRefused,
+    SendCopies,
 )
 from holdfast.peers.tcp import TcpPeers
 from holdfast.phases import attempt
@@ -37,6 +39,9 @@ from holdfast.wording import count
 
 #: Part of the time that is left which a keeper gets to rebuild a slot, so that the ranks can go on without it.
 _SHARE: Final = 0.6
+#: Limit for another node to send a slot, in all and per byte: it may stand still.
+_SEND_S: Final = 60.0
+_SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
 
 
 class RebuildOutcome(NamedTuple):
@@ -76,7 +81,7 @@ class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
 def rebuild_lost(
     run: Location, folder: NodeFolder, seal: Seal, rebuild: Rebuild, channel: Channel, deadline: Deadline
 ) -> RebuildOutcome:
-    """Have the keepers of the nodes rebuild what a checkpoint lacks, as copies. Collective."""
+    """Have the keepers of the nodes rebuild or fetch what a checkpoint lacks, as copies. Collective."""
 
     def listen() -> ReachedKeeper:
         try:
@@ -97,6 +102,7 @@ def rebuild_lost(
         reports = [
             work.rebuilt(lost, slot) for lost in rebuild.lost for slot in lost.slots if slot.executor == channel.rank
         ]
+        reports += [work.fetched(slot.away) for slot in rebuild.fetched if slot.executor == channel.rank]
         return _merged(reports)
 
     known = channel.exchange("keepers", attempt(listen), told, deadline, takes=ReachedKeeper, gives=_KeeperAddresses)
@@ -139,6 +145,20 @@ class _RankWork(NamedTuple):
                 return _RebuildReport((), reply.reason)
             case _:
                 return _RebuildReport((), repr(reply))
+
+    def fetched(self, away: AwaySlot) -> _RebuildReport:
+        """Have one slot sent by the node that has it."""
+        files = tuple(part.file for part in away.slot.files)
+        request = SendCopies(self.seal.checkpoint_id, files, self.addresses[self.own])
+        way = Way(self.way.transport, away.address, self.rebuild.secret)
+        left_s = _SHARE * self.deadline.remaining_s()
+        patience_s = _SEND_S + _SEND_S_PER_NBYTES * sum(part.nbytes for part in away.slot.files)
+        try:
+            with way.connect() as connection:
+                require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
+        except HoldfastError as error:
+            return _RebuildReport((), error.message)
+        return _RebuildReport((), "")
 
     def _contents(self, slot: SlotDigests) -> Contents:
         first, *more = slot.files

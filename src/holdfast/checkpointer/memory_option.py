@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from holdfast.checkpointer.peer_meeting import ProtectionRules
+from holdfast.checkpointer.peer_meeting import ProtectionRules, domain_parts
 from holdfast.control.torch_store import global_rank
 from holdfast.errors import HoldfastError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
@@ -55,6 +55,7 @@ class Memory:
         check_flag("require_protection", self.require_protection)
         if self.require_protection and protect is None:
             raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
+        self._check_domain()
         self._check_pacing()
         least = "one must be whole while the next is copied"
         object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
@@ -65,6 +66,18 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+    def _check_domain(self) -> None:
+        domain: object = self.domain
+        if not isinstance(domain, str | Path | None):
+            raise TypeError(
+                "domain is the name of a failure domain, such as 'block-2/rack-7', the Path of a file that has it, or "
+                f"None, not {domain!r}"
+            )
+        if isinstance(domain, str) and not domain_parts(domain):
+            raise ValueError(
+                f"domain is {domain!r}, which names no failure domain; pass None, or such as 'block-2/rack-7'"
+            )
 
     def _check_pacing(self) -> None:
         if self.protect_pace not in get_args(PaceMode):

@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -22,8 +22,11 @@ from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.cooperative.network import own_host
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError
+from holdfast.keeper.client import ensure_keeper
+from holdfast.node_memory.claims import has_any_trainer
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.peering import (
+    Adoption,
     PacingRules,
     ParityTable,
     PeerNode,
@@ -69,6 +72,7 @@ class _PlacedNodes(msgspec.Struct, frozen=True, array_like=True):
     identities: tuple[str, ...]
     targets: tuple[tuple[int, ...], ...]
     parity: ParityTable | None
+    adoption: Adoption | None
 
 
 class ReachedKeeper(msgspec.Struct, frozen=True, array_like=True):
@@ -79,19 +83,27 @@ class ReachedKeeper(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ProtectedPart(NamedTuple):
-    """The part of a snapshot that `rank` has: its size, and labels of the parallel groups of the rank."""
+    """The part of a snapshot that `rank` has, with labels of the parallel groups of the rank."""
 
     rank: int
-    nbytes: int
     groups: tuple[str, ...]
+
+
+class CopiesLeft(NamedTuple):
+    """The files of a restored checkpoint of which nodes have only copies, because their owners are lost: by number, the
+    rank on whose node each was read."""
+
+    checkpoint_id: str
+    readers: Mapping[int, int]
 
 
 class PeerMeeting:
     """The meeting of the peers of one rank's node. `error` says why the slots are not protected; None after a meeting
-    that succeeded."""
+    that succeeded. `copies_left`, the same on all ranks, are protected again by the nodes that have them."""
 
     def __init__(self, rules: ProtectionRules) -> None:
         self.rules = rules
+        self.copies_left: CopiesLeft | None = None
         self.error: HoldfastError | None = _not_met()
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
 
@@ -106,8 +118,10 @@ class PeerMeeting:
         before, self.error = self.error, None
         try:
             self._meet(folder, part, channel, deadline)
-        except DeadlineError:
+        except DeadlineError as error:
             self.error = before
+            if error.code == "timeout.ranks":
+                error.action += " All ranks need the same Memory(protect=...)."
             raise
         except HoldfastError as error:
             self.error = error
@@ -116,17 +130,46 @@ class PeerMeeting:
             if channel.rank == 0 and (before is None or str(before) != str(error)):
                 _log.warning("the memory of the nodes is not protected against their loss: %s", error)
 
+    def protect_again(
+        self,
+        folder: NodeFolder,
+        run: str,
+        left: CopiesLeft | None,
+        part: ProtectedPart,
+        channel: Channel,
+        deadline: Deadline,
+    ) -> None:
+        """Meet after a restore from memory, and have what the nodes hold protected again, with the copies that are
+        `left` of lost nodes. Does nothing where a job trains on a node: its own nodes protect it. Collective. Whatever
+        prevents it is not an error: the first save meets, and says what is wrong."""
+        self.copies_left = left
+
+        def make_ready() -> None:
+            if has_any_trainer(folder):
+                raise _trains(folder)
+            ensure_keeper(folder, run)
+
+        try:
+            channel.confirm("keepers", attempt(make_ready), deadline)
+            self._meet(folder, part, channel, deadline)
+        except HoldfastError as error:
+            _log.info("what this job restored from memory is not protected before its first save: %s", error)
+        else:
+            self.error = None
+
     def _meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
         def card() -> NodeCard:
             domains = _domains(self.rules.domain)
-            return NodeCard(folder.identity(), own_host(), (part.rank,), part.nbytes, domains, part.groups)
+            return NodeCard(folder.identity(), own_host(), (part.rank,), domains, part.groups)
 
         def place(cards: Sequence[NodeCard]) -> _PlacedNodes:
             nodes = merged(cards)
             targets, parity, notes = _placed(nodes, self.rules.policy)
             for note in notes:
                 _log.warning("protected memory: %s", note)
-            return _PlacedNodes(self._secret, tuple(each.identity for each in nodes), targets, parity)
+            identities = tuple(each.identity for each in nodes)
+            adoption = None if self.copies_left is None else _adoption(self.copies_left, cards, identities)
+            return _PlacedNodes(self._secret, identities, targets, parity, adoption)
 
         def listen() -> ReachedKeeper:
             return reached(folder, placed.secret)
@@ -134,7 +177,8 @@ class PeerMeeting:
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
-            return PeerTable(digest_of(placed.secret), 0, nodes, placed.targets, placed.parity, self.rules.pacing)
+            rules = (placed.targets, placed.parity, self.rules.pacing, placed.adoption)
+            return PeerTable(digest_of(placed.secret), 0, nodes, *rules)
 
         placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
         found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)
@@ -182,27 +226,44 @@ def merged(cards: Sequence[NodeCard]) -> list[NodeCard]:
         nodes[card.identity] = msgspec.structs.replace(
             known,
             ranks=(*known.ranks, *card.ranks),
-            nbytes=known.nbytes + card.nbytes,
             groups=tuple(sorted({*known.groups, *card.groups})),
         )
     return list(nodes.values())
+
+
+def _adoption(left: CopiesLeft, cards: Sequence[NodeCard], identities: Sequence[str]) -> Adoption:
+    """For each of the copies that are `left`, the number of the node that protects it; `cards` are those of ranks."""
+    numbers = {identity: number for number, identity in enumerate(identities)}
+    files = tuple(sorted(left.readers))
+    return Adoption(left.checkpoint_id, files, tuple(numbers[cards[left.readers[file]].identity] for file in files))
 
 
 def _domains(given: str | Path | None) -> tuple[str, ...]:
     """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
     if isinstance(given, Path):
         try:
-            text = given.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"the file that names the failure domain of this node cannot be read: {error}.",
-                code="config.protection",
-                action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
-                path=str(given),
-            ) from error
+            names = domain_parts(given.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _no_domain(given, f"cannot be read: {error}") from error
+        if not names:
+            raise _no_domain(given, "is empty")
     else:
-        text = os.environ.get(DOMAIN_VARIABLE, "") if given is None else given
-    return tuple(reversed([part.strip() for part in text.strip().split("/") if part.strip()]))
+        names = domain_parts(os.environ.get(DOMAIN_VARIABLE, "") if given is None else given)
+    return tuple(reversed(names))
+
+
+def domain_parts(text: str) -> list[str]:
+    """The names of failure domains that `text` gives, the largest first. Slashes separate them."""
+    return [part.strip() for part in text.split("/") if part.strip()]
+
+
+def _no_domain(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the file that names the failure domain of this node {why}.",
+        code="config.protection",
+        action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
+        path=str(path),
+    )
 
 
 def _await_address(folder: NodeFolder, secret: bytes) -> str:
@@ -223,6 +284,15 @@ def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
         f"the keeper of this node does not listen for other nodes: {why}.",
         code="config.protection",
         action="Read its log, keeper.log in that folder, and allow TCP connections between the nodes.",
+        path=str(folder.path),
+    )
+
+
+def _trains(folder: NodeFolder) -> ConfigurationError:
+    return ConfigurationError(
+        "a job trains on this run already, and its nodes protect what it saves.",
+        code="config.protection",
+        action="No action needed: the first save of this job stops that one.",
         path=str(folder.path),
     )
 

@@ -32,14 +32,30 @@ class LostSlots(msgspec.Struct, frozen=True, array_like=True):
     slots: tuple[RebuiltSlot, ...]
 
 
+class AwaySlot(msgspec.Struct, frozen=True, array_like=True):
+    """A sealed slot on a node that has no part in the present job, whose keeper is at `address`."""
+
+    address: str
+    slot: SlotDigests
+
+
+class FetchedSlot(msgspec.Struct, frozen=True, array_like=True):
+    """A slot that another node sends to the node of the rank `executor`, which asks for it."""
+
+    away: AwaySlot
+    executor: int
+
+
 class Rebuild(msgspec.Struct, frozen=True, array_like=True):
-    """The slots that keepers rebuild before the ranks restore a checkpoint of the run `run_id`. `generation` is the
-    encoded one, and `secret` the secret that all keepers prove to each other meanwhile."""
+    """The slots that keepers rebuild, or get from nodes that have no part in the job, before the ranks restore a
+    checkpoint of the run `run_id`. `generation` is the encoded one, and `secret` the secret that all keepers prove to
+    each other meanwhile."""
 
     run_id: str
     generation: bytes
     secret: bytes
-    lost: tuple[LostSlots, ...]
+    lost: tuple[LostSlots, ...] = ()
+    fetched: tuple[FetchedSlot, ...] = ()
 
 
 class NodeShare(NamedTuple):
@@ -68,6 +84,20 @@ def plan_rebuild(missing: Collection[int], nodes: Mapping[str, NodeShare]) -> tu
             slots = tuple(RebuiltSlot(slot, receivers.take(slot)) for _, slot in wanted)
             found.append(LostSlots(group, lost, slots))
             left -= {file for _, slot in wanted for file in _files(slot)}
+    return None if left else tuple(found)
+
+
+def plan_fetch(
+    missing: Collection[int], away: Sequence[AwaySlot], nodes: Mapping[str, NodeShare]
+) -> tuple[FetchedSlot, ...] | None:
+    """The slots that nodes `away` from the job send to its `nodes`, so that no file is `missing`; None where they do
+    not have all. New nodes get what their own ranks need first, as in `plan_rebuild`."""
+    found: list[FetchedSlot] = []
+    left, receivers = set(missing), _Receivers(nodes)
+    for each in away:
+        if left & _files(each.slot):
+            found.append(FetchedSlot(each, receivers.take(each.slot)))
+            left -= _files(each.slot)
     return None if left else tuple(found)
 
 

@@ -12,6 +12,16 @@ from holdfast.wording import count
 Tier = Literal["node memory", "peer memory", "node disk", "storage"]
 
 
+@dataclass(frozen=True)
+class RejectedSource:
+    """A checkpoint at `place`, or one copy of a file of it, in a `tier` that the restore did not use, and the `reason`.
+    `place` is None where the whole tier could not be used."""
+
+    tier: Tier
+    place: str | None
+    reason: str
+
+
 @dataclass(frozen=True, repr=False)
 class RestoreReport:
     """The restored checkpoint: its `step`, its `place` (both None: the run had no checkpoint yet), and the `tier` that
@@ -23,6 +33,10 @@ class RestoreReport:
     that of the `initial` checkpoint of another run, or None. `earlier_resumes` is the number of jobs that resumed the
     same checkpoint before, without a newer one having been committed since; a job that ended in an orderly way does not
     count.
+
+    `rejected` are the nearer or newer sources that the restore found and did not use, in the order in which it looked
+    at them: newer checkpoints of which the nodes have only a part, damaged ones, and damaged copies of single files.
+    It is the same on all ranks.
     """
 
     step: int | None
@@ -30,6 +44,7 @@ class RestoreReport:
     tier: Tier | None
     load: LoadReport | None
     earlier_resumes: int = 0
+    rejected: tuple[RejectedSource, ...] = ()
 
     @property
     def sources(self) -> tuple[ReadSource, ...]:

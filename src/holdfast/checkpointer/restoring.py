@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -17,23 +17,23 @@ from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpoint.sealed import Sealed
 from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.checkpoint.stored_state import StoredState
 from holdfast.checkpointer.choosing import (
     Chosen,
     Clearing,
     DamagedCopy,
     FailedNode,
-    Inventory,
+    PassedOver,
     Survey,
-    Unknown,
-    inventory,
-    known_of,
 )
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
+from holdfast.checkpointer.inventories import Inventory, Unknown, inventory, known_of
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
-from holdfast.checkpointer.restore_report import RestoreReport
+from holdfast.checkpointer.peer_meeting import CopiesLeft
+from holdfast.checkpointer.restore_report import RejectedSource, RestoreReport, Tier
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.collector import collector_paused
 from holdfast.control.channel import Channel
@@ -43,7 +43,6 @@ from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import Fork, Place, Seal
-from holdfast.format.values import Node
 from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
@@ -73,11 +72,12 @@ _log = logging.getLogger(__name__)
 
 class Restored(NamedTuple):
     """The report of a restore. `uncommitted` is the checkpoint if it was not committed yet, and `whole` its place if
-    memory holds it whole."""
+    memory holds it whole; then `left` are its files of which memory has only copies (None: it has no such files)."""
 
     report: RestoreReport
     uncommitted: RestoredCheckpoint | None = None
     whole: Place | None = None
+    left: CopiesLeft | None = None
 
 
 def restore(
@@ -101,9 +101,10 @@ def restore(
     options = LoadOptions(
         select, fallback=fallback, verify=verify, continues=True, resumes=resumes, older=restore_older
     )
-    damaged: list[_DamagedSnapshot] = []
+    setbacks = _Setbacks()
+    damaged = setbacks.damaged
     if node is not None and at is None:
-        restored = _from_memory(run, state, node, group, options, damaged, timeout_s=timeout_s)
+        restored = _from_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
         if restored is not None:
             return restored
     try:
@@ -131,8 +132,8 @@ def restore(
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
         return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
-    report = _with_skipped(report, damaged)
-    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier))
+    report, rejected = _with_skipped(report, damaged), setbacks.rejected()
+    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier, rejected))
 
 
 def _with_skipped(report: LoadReport, damaged: Sequence[_DamagedSnapshot]) -> LoadReport:
@@ -211,13 +212,32 @@ class _DamagedSnapshot(NamedTuple):
     error: HoldfastError
     copy: DamagedCopy | None
 
+    @property
+    def tier(self) -> Tier:
+        """The tier of what is damaged."""
+        told = self.error.tier
+        return "peer memory" if told == "peer memory" else "node disk" if told == "node disk" else "node memory"
 
-class _Setbacks(NamedTuple):
-    """The setbacks of this restore so far: checkpoints and copies that are `damaged`, and what was `rebuilt`, or was to
-    be."""
 
-    damaged: list[_DamagedSnapshot]
-    rebuilt: list[RebuildOutcome]
+@dataclass
+class _Setbacks:
+    """The setbacks of this restore so far: checkpoints and copies that are `damaged`, what was `rebuilt`, or was to be,
+    the newer checkpoints that the last look has `passed` over, and the `trouble` that ended the looks."""
+
+    damaged: list[_DamagedSnapshot] = field(default_factory=list)
+    rebuilt: list[RebuildOutcome] = field(default_factory=list)
+    passed: Sequence[PassedOver] = ()
+    trouble: HoldfastError | None = None
+
+    def rejected(self) -> tuple[RejectedSource, ...]:
+        """The sources that the restore did not use."""
+        found = [RejectedSource(each.tier, str(each.place), each.error.message) for each in self.damaged]
+        told = {each.place for each in self.damaged if each.copy is None}
+        newer = (each for each in self.passed if each.place not in told)
+        found += [RejectedSource("node memory", str(each.place), each.reason) for each in newer]
+        if self.trouble is not None and not is_damage(self.trouble):
+            found.append(RejectedSource("node memory", None, self.trouble.message))
+        return tuple(found)
 
 
 def _from_memory(
@@ -226,13 +246,13 @@ def _from_memory(
     node: NodeDirs,
     group: ProcessGroup | None,
     options: LoadOptions,
-    damaged: list[_DamagedSnapshot],
+    setbacks: _Setbacks,
     *,
     timeout_s: float,
 ) -> Restored | None:
     """Fill `state` from the newest checkpoint in memory that is sound. None if there is none, or memory cannot be used.
-    Adds the newer ones to `damaged`. Collective: all ranks hear of the damage that any of them finds."""
-    setbacks = _Setbacks(damaged, [])
+    Adds to the `setbacks`. Collective: all ranks hear of the damage that any of them finds."""
+    damaged = setbacks.damaged
     try:
         while True:
             found = _newest_in_memory(run, state, node, group, options, setbacks, timeout_s=timeout_s)
@@ -253,7 +273,7 @@ def _from_memory(
     except HoldfastError as error:
         if not is_damage(error) and not is_unusable(error):
             raise
-        trouble = error
+        setbacks.trouble = trouble = error
     else:
         if found is not None or not damaged:
             return found
@@ -275,14 +295,14 @@ def _newest_in_memory(
     """Fill `state` from the newest checkpoint that the nodes hold whole and that is older than the damaged ones. None
     if there is none; the checkpoint itself, or the copy of its file, if a rank found it damaged. If files of it have to
     be rebuilt, only does that."""
-    damaged, rebuilt = setbacks
+    damaged, rebuilt = setbacks.damaged, setbacks.rebuilt
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
     failed = frozenset(FailedNode(each.checkpoint_id, node) for each in rebuilt for node in each.failed)
     survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad, failed=failed)
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
-        folder = found.folder
+        folder, setbacks.passed = found.folder, chosen.passed
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -310,8 +330,8 @@ def _newest_in_memory(
         promote_all(folder, seal.checkpoint_id, is_meant=partial(_is_to_be_durable, folder, chosen))
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
-        told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier)
-        return Restored(told, uncommitted, seal.place)
+        told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier, setbacks.rejected())
+        return Restored(told, uncommitted, seal.place, _copies_left(seal, chosen))
 
 
 def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
@@ -322,6 +342,12 @@ def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
     contents = slot.record.contents
     files = () if contents is None or chosen.committed else contents.files
     return any(part.file in chosen.copied for part in files)
+
+
+def _copies_left(seal: Seal, chosen: Chosen) -> CopiesLeft | None:
+    """The files of the `chosen` checkpoint whose owners are lost."""
+    readers = {file: chosen.owners[file] if chosen.owners else 0 for file in chosen.copied}
+    return CopiesLeft(seal.checkpoint_id, readers) if readers else None
 
 
 def _copy_of(seal: Seal, chosen: Chosen, error: HoldfastError) -> DamagedCopy | None:
@@ -371,11 +397,12 @@ class _CheckpointInMemory:
     def share_values(self, channel: Channel, deadline: Deadline) -> None:
         """Open it on all ranks, and give each the values in files that it cannot read. Collective."""
         opened = attempt(self.open)
-        channel.confirm("copies", opened, deadline)
-        checkpoint, _ = done(opened)
+        part = told(opened, lambda opened: _values_of(opened.checkpoint, channel.rank))
+        values = value_codec.decode(channel.exchange("values", part, _merged_values, deadline))
+        checkpoint = done(opened).checkpoint
         assert isinstance(checkpoint, Checkpoint)
         if checkpoint.holders is not None:
-            checkpoint.nodes = _all_values(channel, deadline, checkpoint, checkpoint.holders)
+            checkpoint.nodes = values
 
 
 @contextmanager
@@ -490,18 +517,17 @@ def _load(
     return loading.fill(state, held.open, epoch=held.chosen.epoch, skipped=skipped)
 
 
-def _all_values(
-    channel: Channel, deadline: Deadline, checkpoint: Checkpoint, holders: Sequence[int]
-) -> Mapping[str, Node]:
-    """The whole table of values, merged from the files that each rank can read. Collective."""
-    mine = [file for file, holder in enumerate(holders) if max(holder, 0) == channel.rank]  # rank 0's: all can read it
+def _values_of(checkpoint: StoredState, rank: int) -> bytes:
+    """The encoded values in those files that `rank` reads for all."""
+    assert isinstance(checkpoint, Checkpoint)
+    holders = checkpoint.holders or ()
+    mine = [file for file, holder in enumerate(holders) if max(holder, 0) == rank]  # rank 0's: all can read it
+    return value_codec.encode(checkpoint.values_in(mine))
 
-    def merge(payloads: Sequence[bytes]) -> bytes:
-        tables = map(value_codec.decode, payloads)
-        return value_codec.encode({path: node for table in tables for path, node in table.items()})
 
-    part = attempt(lambda: value_codec.encode(checkpoint.values_in(mine)))
-    return value_codec.decode(channel.exchange("values", part, merge, deadline))
+def _merged_values(payloads: Sequence[bytes]) -> bytes:
+    tables = map(value_codec.decode, payloads)
+    return value_codec.encode({path: node for table in tables for path, node in table.items()})
 
 
 _NO_OPTIONS: Final = "takes no options of a load"

@@ -63,7 +63,7 @@ class SaveLog:
 
 
 def log_restored(event: StateRestored) -> None:
-    """Log a restore on the first rank, unless it read from storage: `holdfast.load` logs that."""
+    """Log a restore on the first rank, and what it did not use. A read from storage `holdfast.load` logs."""
     report = event.report
     if not event.is_first_rank:
         return
@@ -75,6 +75,9 @@ def log_restored(event: StateRestored) -> None:
         LOG.info(what, event.run, report.load.path, report.next_step)
     elif report.tier != "storage" and report.load is not None:
         LOG.info("restored from %s: %s", report.tier, report.load.summary)
+    for each in report.rejected:
+        what = "the memory of the nodes" if each.place is None else f"checkpoint {each.place} in {each.tier}"
+        LOG.info("the restore did not use %s: %s", what, each.reason)
     if report.earlier_resumes >= WARNED_FROM:
         _log.warning(
             "%d jobs have resumed step %s (place %s) of '%s' before this one, and none has committed a newer "

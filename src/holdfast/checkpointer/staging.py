@@ -18,7 +18,7 @@ from holdfast.agreement.assignment import StoredShare, WriteAssignment
 from holdfast.checkpoint.stored_checkpoint import pack_values
 from holdfast.checkpointer.backoff import Backoff
 from holdfast.checkpointer.parallel_groups import parallel_groups
-from holdfast.checkpointer.peer_meeting import PeerMeeting, ProtectedPart, ProtectionRules
+from holdfast.checkpointer.peer_meeting import CopiesLeft, PeerMeeting, ProtectedPart, ProtectionRules
 from holdfast.checkpointer.save_errors import is_unusable, unprotected, unusable
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import Agreed, MemoryStatus
@@ -97,16 +97,33 @@ class Stager:
         if rules is not None and (self._meeting is None or self._meeting.rules != rules):
             self._meeting = PeerMeeting(rules)
 
-    def meet_peers(self, share: StoredShare, flat: FlatState, channel: Channel, deadline: Deadline) -> None:
+    def meet_peers(self, flat: FlatState, channel: Channel, deadline: Deadline) -> None:
         """Meet the keepers of the other nodes, if the slots are to be protected. Collective. Raises as
         `PeerMeeting.meet`."""
         folder = self._memory.used.folder
         if self._meeting is not None:
-            groups = parallel_groups(flat.tensors.values(), rank=self._rank, world_size=channel.world_size)
-            part = ProtectedPart(self._rank, _nbytes(share), groups)
-            self._meeting.meet(folder, part, channel, deadline)
+            self._meeting.meet(folder, self.protected_part(flat, channel), channel, deadline)
         elif noted_secret(folder) is not None:  # an earlier job wanted it, or a restore needed other nodes
             forget_peers(folder)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether the slots are to be protected by other nodes."""
+        return self._meeting is not None
+
+    def protect_again(self, part: ProtectedPart, left: CopiesLeft | None, channel: Channel, deadline: Deadline) -> None:
+        """After a restore from memory, meet the keepers of the other nodes, so that they protect again what the nodes
+        hold, with the copies that are `left` of lost ones. Collective."""
+        assert self._meeting is not None
+        run = text_of(self._run)
+        # Without a claim: the other ranks of this node would take it for that of a job that trains.
+        with NodeFolder(run, node_dir=self.node_dir) as folder:
+            self._meeting.protect_again(folder, run, left, part, channel, deadline)
+
+    def protected_part(self, flat: FlatState, channel: Channel) -> ProtectedPart:
+        """This rank's part of a snapshot of the state `flat`."""
+        groups = parallel_groups(flat.tensors.values(), rank=self._rank, world_size=channel.world_size)
+        return ProtectedPart(self._rank, groups)
 
     def fits(self, share: StoredShare) -> bool:
         """Whether there are as many slots as wanted, each large enough for the data file of `share`."""

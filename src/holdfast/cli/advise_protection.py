@@ -146,7 +146,7 @@ def _fatal_sets(policy: Copies | Parity | None, question: ProtectionQuestion) ->
     if policy is None or not question.domains:
         return None
     cards = [
-        NodeCard(f"{node:06}", f"{node:06}", (node,), 0, (f"domain {node * question.domains // question.nodes}",))
+        NodeCard(f"{node:06}", f"{node:06}", (node,), (f"domain {node * question.domains // question.nodes}",))
         for node in range(question.nodes)
     ]
     if isinstance(policy, Parity):

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Condition, Lock
 from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError
@@ -37,6 +37,7 @@ from holdfast.peers.peer_messages import (
     Noted,
     OfferCopy,
     PeerReply,
+    PrepareCopies,
     Put,
     PutGeneration,
     PutRange,
@@ -44,9 +45,11 @@ from holdfast.peers.peer_messages import (
 from holdfast.store.base import Bytes
 
 #: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay.
-_NUM_COPIES: Final = 2
+NUM_COPIES: Final = 2
 #: Limit for the bytes of a copy that a peer offers.
 MAX_COPY_NBYTES: Final = 1 << 44
+#: Time that an offer waits for memory that is being taken for it.
+_PREPARING_S: Final = 10.0
 #: Time after which a reception that no connection feeds is given up: its sender is gone.
 _DEAD_S: Final = 120.0
 
@@ -98,8 +101,15 @@ class PeerCopies:
         #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
         #: may need one that is older.
         self._rebuilt: dict[str, Place | None] = {}
-        #: The ranks for whose copies a thread is taking a slot.
+        #: The names of copies that the keeper is sending to other nodes. It sets them, and they stay meanwhile.
+        self.being_sent: frozenset[str] = frozenset()
+        #: The ranks for whose copies a thread is taking a slot, or memory. Changes are notified.
         self._preparing: set[int] = set()
+        self._changed = Condition(self._lock)
+        #: The ranks of offers that wait for that: they come before memory for the next copy.
+        self._waiting: Counter[int] = Counter()
+        #: The ranks whose copies are expected: the memory for them stays.
+        self._expected: set[int] = set()
         self._copies.update((slot.name, slot) for slot in opened(folder, copy_names(folder)))
 
     def offer(self, offer: OfferCopy) -> PeerReply:
@@ -109,7 +119,7 @@ class PeerCopies:
         with self._lock:
             if any(_is_of(slot, offer) for slot in self._copies.values()):
                 return CopyKept()
-            if offer.rank in self._preparing or not self._end_stale(offer):
+            if not self._begin_preparing(offer.rank) or not self._end_stale(offer):
                 return Declined("another connection is sending a copy of that rank")
             self._preparing.add(offer.rank)
         try:
@@ -123,9 +133,57 @@ class PeerCopies:
         except (HoldfastError, OSError) as error:
             return Declined(str(error))
         finally:
-            with self._lock:
-                self._preparing.discard(offer.rank)
+            self._end_preparing(offer.rank)
         return CopyWanted(token, needs_generation=incoming.sealing is None)
+
+    def prepare(self, request: PrepareCopies) -> PeerReply:
+        """Have memory for copies of a rank that a peer will offer. Blocks while memory is taken."""
+        rank, nbytes = request.rank, request.nbytes
+        if not 0 < nbytes <= MAX_COPY_NBYTES:
+            raise ValueError("a copy needs bytes, and has a limit")
+        with self._lock:
+            self._expected.add(rank)
+            if not self._changed.wait_for(
+                lambda: rank not in self._preparing and not self._waiting[rank], _PREPARING_S
+            ):
+                return Declined("another connection is sending a copy of that rank")
+            self._preparing.add(rank)
+        try:
+            while self._num_fit(rank, nbytes) < request.num_copies:
+                slot = reserved(self._folder, SlotKind.COPY, rank=rank, nbytes=nbytes)
+                slot.let_go()
+                with self._lock:
+                    self._copies[slot.name] = slot
+        except (HoldfastError, OSError) as error:
+            return Declined(str(error))
+        finally:
+            self._end_preparing(rank)
+        return Noted()
+
+    def expect_none(self) -> None:
+        """Forget which copies are expected: the peers are those of another job now."""
+        with self._lock:
+            self._expected.clear()
+
+    def _begin_preparing(self, rank: int) -> bool:
+        """Under the lock, wait until no thread takes memory for copies of `rank`. Returns whether that came."""
+        self._waiting[rank] += 1
+        try:
+            return self._changed.wait_for(lambda: rank not in self._preparing, _PREPARING_S)
+        finally:
+            self._waiting[rank] -= 1
+            self._changed.notify_all()
+
+    def _end_preparing(self, rank: int) -> None:
+        with self._changed:
+            self._preparing.discard(rank)
+            self._changed.notify_all()
+
+    def _num_fit(self, rank: int, nbytes: int) -> int:
+        """The number of slots for copies of `rank` that have room for `nbytes`."""
+        with self._lock:
+            mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
+        return sum(slot.nbytes >= nbytes for slot in mine)
 
     def sink(self, put: Put) -> GenerationSink | _RangeSink:
         """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
@@ -206,6 +264,14 @@ class PeerCopies:
                 slot for slot in self._copies.values() if slot.state == SlotState.HELD and _has(slot, checkpoint_id)
             ]
 
+    def kept(self, checkpoint_id: str, files: Collection[int]) -> list[Slot]:
+        """The whole copies of slots with any of these files of a checkpoint."""
+        with self._lock:
+            mine = [
+                slot for slot in self._copies.values() if slot.refresh().state in KEPT and _has(slot, checkpoint_id)
+            ]
+        return [slot for slot in mine if any(part.file in files for part in _files(slot))]
+
     def named(self, name: str) -> Slot | None:
         """The copy called `name`, if it is there."""
         return self._copies.get(name)
@@ -219,8 +285,8 @@ class PeerCopies:
                 if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
                     del self._incoming[token]
                     each.slot.advance(SlotRecord(SlotState.FREE))
-            receiving = {each.slot.name for each in self._incoming.values()}
-            idle = {name: slot for name, slot in self._copies.items() if name not in receiving}
+            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            idle = {name: slot for name, slot in self._copies.items() if name not in busy}
             last: dict[int, Place] = {}
             for slot in idle.values():
                 contents = slot.refresh().contents
@@ -230,6 +296,7 @@ class PeerCopies:
                 contents = slot.record.contents
                 is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
                 is_old = is_old and self._rebuilt.get(name) != newest
+                is_old = is_old and not (slot.state == SlotState.FREE and slot.rank in self._expected)
                 if slot.is_removed:
                     slot.close()
                     del self._copies[name]
@@ -239,10 +306,10 @@ class PeerCopies:
                     del self._copies[name]
 
     def give_back(self) -> None:
-        """Remove all copies but those that are owed to the run, or being received."""
+        """Remove all copies but those that are owed to the run, or being received or sent."""
         with self._lock:
-            receiving = {each.slot.name for each in self._incoming.values()}
-            for name in [name for name in self._copies if name not in receiving]:
+            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            for name in self._copies.keys() - busy:
                 if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
 
@@ -290,7 +357,8 @@ class PeerCopies:
             held = slot.record.contents
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
-            is_one_too_many = held is not None and len(whole) >= _NUM_COPIES and held.place == places[0]
+            is_one_too_many = held is not None and len(whole) >= NUM_COPIES and held.place == places[0]
+            is_needed = is_needed or slot.name in self.being_sent
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue
             if slot.nbytes >= _nbytes(contents):
@@ -378,6 +446,10 @@ def _is_of(slot: Slot, offer: OfferCopy) -> bool:
     record = slot.refresh()
     digests = tuple(filter(None, record.digests))
     return record.state in KEPT and record.contents == offer.contents and digests == offer.digests
+
+
+def _files(slot: Slot) -> tuple[SlotFile, ...]:
+    return () if slot.record.contents is None else slot.record.contents.files
 
 
 def _has(slot: Slot, checkpoint_id: str) -> bool:

@@ -41,17 +41,18 @@ class IdleSpans:
         #: The length of the present span, as the last ones foretell it; None where they do not.
         self.expected_s: float | None = None
         self._lengths: deque[float] = deque(maxlen=_NUM_PERIODS * _MAX_NUM_SPANS)
-        self._idle_s = 0.0
+        #: Watched time of the present span.
+        self.idle_s = 0.0
 
     @property
     def is_idle(self) -> bool:
         """Whether the link has been idle for `QUIET_S` at the end of the last interval."""
-        return self._idle_s >= QUIET_S
+        return self.idle_s >= QUIET_S
 
     def note(self, start_s: float, stop_s: float, *, is_busy: bool) -> None:
         """Note an interval that begins where the last one ended, and whether training sent something in it."""
         if not is_busy:
-            self._idle_s += stop_s - start_s
+            self.idle_s += stop_s - start_s
             self.quiet_s += stop_s - start_s
             return
         if self.busy_until_s is not None and self.is_idle:
@@ -59,11 +60,11 @@ class IdleSpans:
             self.expected_s = expected_span_s(self._lengths)
         self.was_busy = True
         self.busy_until_s = stop_s
-        self._idle_s = self.quiet_s = 0.0
+        self.idle_s = self.quiet_s = 0.0
 
     def lose_sight(self) -> None:
         """Note that the link was not watched since the last interval."""
-        self.busy_until_s, self._idle_s = None, 0.0
+        self.busy_until_s, self.idle_s = None, 0.0
 
 
 def expected_span_s(lengths: Sequence[float]) -> float | None:

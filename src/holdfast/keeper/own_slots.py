@@ -47,6 +47,22 @@ class OwnSlots:
         with self._lock:
             return set(self._readers)
 
+    def all(self) -> list[Slot]:
+        """All of them."""
+        return list({file.slot.name: file.slot for file in self._files.values()}.values())
+
+    @contextmanager
+    def reading(self, slot: Slot) -> Iterator[None]:
+        """The keeper does not free the slot inside the ``with`` block."""
+        with self._lock:
+            self._readers[slot.name] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._readers[slot.name] -= 1
+                self._readers += Counter()  # drops those that nobody reads
+
     def of(self, checkpoint_id: str) -> list[Slot]:
         """The slots with a part of a checkpoint."""
         found = {file.slot.name: file.slot for (id_, _), file in self._files.items() if id_ == checkpoint_id}
@@ -54,22 +70,15 @@ class OwnSlots:
 
     @contextmanager
     def region(self, get: GetRange) -> Iterator[Region]:
-        """The range of a file that a peer asks for. The keeper does not free its slot inside the ``with`` block. Raises
-        `StorageError` where this node does not have it."""
+        """The range of a file that a peer asks for. Raises `StorageError` where this node does not have it."""
         slot, start = self._found(get.checkpoint_id, get.file, get.start, get.nbytes)
-        with self._lock:
-            self._readers[slot.name] += 1
-        try:
+        with self.reading(slot):
             fd, offset = slot.region
             fd = os.dup(fd)  # the keeper may close the slot meanwhile
             try:
                 yield Region(fd, offset + start, get.nbytes)
             finally:
                 os.close(fd)
-        finally:
-            with self._lock:
-                self._readers[slot.name] -= 1
-                self._readers += Counter()  # drops those that nobody reads
 
     def view(self, checkpoint_id: str, file: int, start: int, nbytes: int) -> Bytes:
         """The memory of a range of a file. Raises `StorageError` where this node does not have it."""

@@ -110,6 +110,7 @@ class LinkPace:
         self._pacer = PiecePacer(time.monotonic())
         self._looked_at = _CountedBytes()
         self._ahead_nbytes = 0.0
+        self._rest_nbytes = 0
         self._look_s = _LOOK_S
         self._is_told = False
 
@@ -128,7 +129,7 @@ class LinkPace:
 
                     def left(nbytes: int, on_link: PieceOnLink = on_link) -> float:
                         on_link.look(time.monotonic(), nbytes)
-                        return max(nbytes / self._pacer.speed.bytes_per_s, _MIN_LOOK_S)
+                        return max((nbytes - tail_nbytes(on_link.nbytes)) / self._pacer.speed.bytes_per_s, _MIN_LOOK_S)
 
                     yield PutPiece(granted, left)
                     self._end(on_link)
@@ -157,7 +158,7 @@ class LinkPace:
         if time.monotonic() - self._ended.at_s > _PAUSE_S:
             self._begin()
         while True:
-            self._look(0)
+            self._look()
             if self._is_open() or self._opens():
                 return 0
             nbytes = self._next_nbytes(left_nbytes)
@@ -192,7 +193,8 @@ class LinkPace:
         return nbytes
 
     def _end(self, piece: PieceOnLink) -> None:
-        carried = self._look(piece.nbytes)
+        rest_nbytes = min(piece.left_nbytes, tail_nbytes(piece.nbytes)) if piece.num_looks else 0
+        carried = self._look(piece.nbytes, rest_nbytes)
         self._pacer.sent(piece, self._looked_at.at_s, carried_nbytes=carried)
         with self._lock:
             self._ended = self._looked_at
@@ -200,9 +202,9 @@ class LinkPace:
     def _mark(self) -> _CountedBytes:
         return _CountedBytes(time.monotonic(), 0 if self._watched is None else self._count(self._watched))
 
-    def _look(self, own_nbytes: int) -> int:
-        """Look at what the link has carried since the last look, of which `own_nbytes` were those of a piece. Returns
-        the bytes."""
+    def _look(self, own_nbytes: int = 0, rest_nbytes: int = 0) -> int:
+        """Look at what the link has carried since the last look, of which `own_nbytes` were those of a piece, but for
+        a rest that may still be on the way. Returns the bytes."""
         last, self._looked_at = self._looked_at, self._mark()
         if self._watched is None:
             return own_nbytes
@@ -214,8 +216,9 @@ class LinkPace:
         if not is_mixed:
             training = carried - _OVERHEAD * own_nbytes - self._ahead_nbytes
             self._pacer.watch(last.at_s, now_s, max(round(training), 0), own_nbytes=own_nbytes)
-            # The rest of a piece may still be on the way.
-            self._ahead_nbytes = min(max(-training, 0.0), tail_nbytes(own_nbytes)) if own_nbytes else 0.0
+            # Another connection sends the next piece, so rests of two pieces may be on the way.
+            self._ahead_nbytes = min(max(-training, 0.0), _OVERHEAD * (rest_nbytes + self._rest_nbytes))
+            self._rest_nbytes = rest_nbytes
         return carried
 
     def _opens(self) -> bool:

@@ -72,11 +72,11 @@ class PeerConnections:
         return None if found is None else found[1]
 
 
-def ask(way: Way, request: PeerRequest) -> None:
+def ask(way: Way, request: PeerRequest, *, timeout_s: float = ANSWER_S) -> None:
     """Make a request whose failure does no harm, since it is made again."""
     try:
         with way.connect() as connection:
-            require(connection.ask(request, timeout_s=ANSWER_S), Noted, way)
+            require(connection.ask(request, timeout_s=timeout_s), Noted, way)
     except HoldfastError as error:
         _log.info("%s", error)
 

@@ -26,6 +26,8 @@ GUARANTEED_SHARE: Final = 0.05
 MIN_BYTES_PER_S: Final = 256 << 10
 GRACE_S: Final = 5.0
 
+#: The share of the time since training's last message that a piece may take, if it is more than `DELAY_S`.
+_IDLE_SHARE: Final = 0.04
 #: The share of a foretold idle span in which pieces are sent; and the time over its length after which the span is
 #: another one, of which nothing was foretold.
 _SAFETY: Final = 0.9
@@ -40,6 +42,9 @@ _PACKET_NBYTES: Final = 2048
 #: The time on the link of the pieces that say its speed, more than a bucket of tokens that is full lasts.
 _SPEED_S: Final = 0.05
 _MAX_GROWTH: Final = 2.0
+#: A piece that takes longer than so many times what was expected says no more than that: a process may have lost its
+#: processor for long.
+_MAX_SLOWING: Final = 4.0
 #: The growth of the supposed speed after a piece that did not show it; and its least, in bytes per second.
 _GROWTH: Final = 1.05
 _MIN_SPEED: Final = 1000.0
@@ -53,7 +58,7 @@ class PieceOnLink:
     def __init__(self, nbytes: int, start_s: float) -> None:
         self.nbytes = nbytes
         self.start_s = self.seen_s = start_s
-        #: The bytes that were on the way at the last look, and the number of looks after which some were.
+        #: The bytes that were on the way at the last look that found some, and the number of such looks.
         self.left_nbytes = nbytes
         self.num_looks = 0
 
@@ -77,7 +82,11 @@ class LinkSpeed:
     @property
     def piece_nbytes(self) -> int:
         """The bytes that the link carries in `DELAY_S`, within the limits."""
-        return min(max(int(self.bytes_per_s * DELAY_S), MIN_PIECE_NBYTES), MAX_PIECE_NBYTES)
+        return self.carried_nbytes(DELAY_S)
+
+    def carried_nbytes(self, seconds: float) -> int:
+        """The bytes that the link carries in so many seconds, within the limits of a piece."""
+        return min(max(int(self.bytes_per_s * seconds), MIN_PIECE_NBYTES), MAX_PIECE_NBYTES)
 
     def note(self, piece: PieceOnLink, stop_s: float, carried_nbytes: float) -> None:
         """Note that `piece` has arrived, and that the link carried so many bytes meanwhile."""
@@ -88,6 +97,8 @@ class LinkSpeed:
         elif carried_nbytes / duration_s < self.bytes_per_s:
             self.bytes_per_s *= _GROWTH
             return
+        carried_nbytes = max(carried_nbytes, piece.nbytes / 2)  # whatever the counters say, no more of it is left
+        duration_s = min(duration_s, _MAX_SLOWING * carried_nbytes / self.bytes_per_s)
         self._pieces.append((carried_nbytes, duration_s))
         total_s = sum(each_s for _, each_s in self._pieces)
         while total_s - self._pieces[0][1] > _SPEED_S:
@@ -123,7 +134,7 @@ class PiecePacer:
 
     def next_nbytes(self, now_s: float, left_nbytes: int) -> int:
         """The bytes to send now, of `left_nbytes`; 0: none. Say `sent` at their end."""
-        most = min(left_nbytes, self.speed.piece_nbytes)
+        most = min(left_nbytes, self.speed.carried_nbytes(max(DELAY_S, _IDLE_SHARE * self.spans.idle_s)))
         self.is_starved = now_s - self._served_until_s > GRACE_S
         if self.is_starved:
             return most

@@ -6,6 +6,8 @@ sent is written down: a new keeper offers again.
 Where nodes share parity, an offer is of all slots of a checkpoint that this node has, and the peers read from them what
 their rows need (`parity_rows`). So all files of a node are kept when all partners say that their rows are complete.
 
+The keeper protects the copies of slots that were lost with their nodes like its own slots, where the table says so.
+
 The keeper begins to send slots of the newest generation only: an older one is of no use once that is protected. A
 trainer may fill a slot again in the middle of a transfer, if the run has its contents by then. The peer finds that by
 the digests, and gives the copy up.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,68 +26,65 @@ from functools import partial
 from threading import Lock
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from holdfast.errors import HoldfastError
-from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots
 from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
-from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
+from holdfast.keeper.peer_ways import Way, ask
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
-from holdfast.node_memory.generations import encode_generation, mark_protected, protected_ids
+from holdfast.keeper.send_meter import SendMeter
+from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
+from holdfast.node_memory.generations import mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
     PeerPort,
     PeerSecret,
+    PeerSpeed,
     PeerTable,
     digest_of,
     note_peer_trouble,
     note_port,
+    note_speed,
     noted_port,
     noted_secret,
     noted_table,
 )
-from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotFile
+from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotState
 from holdfast.peers.peer_messages import (
     CheckHeld,
     CopyKept,
-    CopyWanted,
+    Declined,
     Finish,
     Get,
     GetRange,
+    HeldSlot,
+    HeldSlots,
+    ListHeld,
     MarkProtected,
     Noted,
     NoteProtected,
     OfferCopy,
     OfferParity,
-    ParityWanted,
     PeerReply,
     PeerRequest,
+    PrepareCopies,
     Put,
-    PutGeneration,
-    PutRange,
     RebuildCopy,
     RequestRefused,
+    SendCopies,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerConnection, PeerListener, PeerTransport, PutSink, Region
+from holdfast.peers.transport import PeerListener, PeerTransport, PutSink, Region
 from holdfast.store.base import Bytes
 from holdfast.store.retry_budget import RetryBudget
 
-#: Number of connections that send a slot to a peer at the same time, and number of slots sent at the same time.
-_NUM_STREAMS: Final = 2
+#: Number of slots sent at the same time.
 _NUM_SENDERS: Final = 4
-#: Bytes of a slot that one request sends.
-_RANGE_NBYTES: Final = 16 << 20
-#: Limits for a peer: to take memory for a copy, per byte (a slow machine takes 4 s per GiB), and to receive a range.
-_MEMORY_S_PER_NBYTES: Final = 4 / (1 << 30)
-_RANGE_S: Final = 600.0
 #: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
 _PATIENCE_S: Final = 20.0
 _PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
@@ -94,6 +93,8 @@ _SAY_AGAIN_S: Final = 1.0
 #: Interval at which a peer is asked again whether its rows of parity are complete.
 _ASK_AGAIN_S: Final = 0.1
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
+#: The change of the speed of this node that a restore should know of.
+_SPEED_SHARE: Final = 0.2
 #: More than the resolution of the times of files.
 _TICK_NS: Final = 100_000_000
 
@@ -153,6 +154,9 @@ class _PeerSession:
     lock: Lock = field(default_factory=Lock)
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
+    #: By rank and peer, the size of the copies for which the peer was asked to take memory.
+    prepared: dict[tuple[int, int], int] = field(default_factory=dict)
+    meter: SendMeter = field(default_factory=SendMeter)
     paces: LinkPaces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,6 +199,7 @@ class Protection:
         self.copies = copies
         self.rows = rows
         self._own = OwnSlots()
+        self._generations = generations
         self._sums = ChainSums(self._own, rows, generations, self._way_to)
         self._rebuilder = Rebuilder(copies, self._sums)
         self._folder = folder
@@ -206,8 +211,10 @@ class Protection:
         self._transport: PeerTransport | None = None
         self._listener: PeerListener | None = None
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="holdfast-protect")
+        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-prepare")
         self._sending: dict[tuple[str, int], _Sending] = {}
         self._told = ""
+        self._told_speed = 0.0
 
     def meet(self) -> None:
         """Listen for peers, and take the table of a new job."""
@@ -226,6 +233,7 @@ class Protection:
             self._session = session
             self._told = ""
             note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
+            self.copies.expect_none()
             self.rows.join(self._parity_peers(session))
         # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
         is_past = abs(time.time_ns() - changed_ns) > _TICK_NS
@@ -234,12 +242,16 @@ class Protection:
     def look(self, slots: Iterable[Slot]) -> bool:
         """Record which copies are kept, mark what is protected, and start to send what is due. Returns whether anything
         is under way."""
-        whole = [slot for slot in slots if slot.record.state in WHOLE]
+        own = list(slots)
+        whole = [slot for slot in own if slot.record.state in WHOLE]
         self._own.show(whole)
         session = self._session
         if session is None:
             return False
         self._end_sends()
+        if session.table.parity is None:
+            self._prepare(session, [slot for slot in own if slot.state == SlotState.FREE])
+        whole += self._adopted(session)
         marked = protected_ids(self._folder)
         session.forget(whole)
         due = _newest(whole, marked)
@@ -252,6 +264,13 @@ class Protection:
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
+
+    def _adopted(self, session: _PeerSession) -> list[Slot]:
+        """The copies that this node protects, because their owners are lost. Nodes that share parity do not."""
+        adoption = session.table.adoption
+        if adoption is None or session.table.parity is not None:
+            return []
+        return self.copies.kept(adoption.checkpoint_id, session.table.adopted)
 
     @property
     def being_read(self) -> set[str]:
@@ -275,12 +294,15 @@ class Protection:
         if self._session is not None:
             self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
+        self._preparer.shutdown(cancel_futures=True)
         self._sums.close()
 
     def answer(self, request: PeerRequest) -> PeerReply:
         """As `PeerService.answer`."""
         reply: PeerReply = Noted()
         match request:
+            case PrepareCopies():
+                reply = self.copies.prepare(request)
             case OfferCopy():
                 reply = self.copies.offer(request)
             case Finish():
@@ -291,6 +313,10 @@ class Protection:
                 reply = self._rebuilder.rebuild(request)
             case CheckHeld():
                 reply = self._sums.check(request)
+            case ListHeld():
+                reply = HeldSlots(tuple(map(_held, self._own.all())))
+            case SendCopies():
+                reply = self._send_copies(request)
             case NoteProtected() if (session := self._session) is not None:
                 self._count(session, request.checkpoint_id, request.files, request.num_files)
             case NoteProtected():
@@ -300,6 +326,20 @@ class Protection:
             case _:
                 reply = RequestRefused("this keeper does not serve such requests")
         return reply
+
+    def _send_copies(self, request: SendCopies) -> PeerReply:
+        """Send slots to a node that is to restore from them: this one has no part in the job any more."""
+        way, sealing = self._way_to(request.address), self._generations.sealing(request.checkpoint_id)
+        slots = [slot for slot in self._own.of(request.checkpoint_id) if not _files(slot).isdisjoint(request.files)]
+        if way is None or sealing is None or not set(request.files) <= set().union(*map(_files, slots)):
+            return Declined("this node does not have these files any more")
+        try:
+            for slot in slots:
+                with self._own.reading(slot):
+                    send_copy(way, slot, offer_of(slot), sealing, metered=nullcontext())
+        except HoldfastError as error:
+            return Declined(error.message)
+        return CopyKept()
 
     def sink(self, put: Put) -> PutSink:
         """As `PeerService.sink`."""
@@ -340,14 +380,24 @@ class Protection:
         self._transport = transport
         note_port(self._folder, PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
 
+    def _prepare(self, session: _PeerSession, slots: Iterable[Slot]) -> None:
+        """Have the peers take memory for copies of slots that trainers are going to fill: it takes seconds."""
+        for slot in slots:
+            for target in session.table.partners:
+                if session.prepared.get((slot.rank, target), 0) < slot.nbytes and self._transport is not None:
+                    session.prepared[slot.rank, target] = slot.nbytes
+                    way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
+                    self._preparer.submit(prepare_copies, way, slot.rank, slot.nbytes)
+
     def _start_copy(self, session: _PeerSession, slot: Slot, target: int) -> None:
         """Start to send a copy of `slot` to `target`, unless that is not due."""
         contents = slot.record.contents
         assert contents is not None
         sealing = self._sealing_of(contents.checkpoint_id)
         if sealing is not None:
-            offer = OfferCopy(contents, tuple(filter(None, slot.record.digests)), slot.rank)
-            self._start(session, (slot,), target, partial(_send, slot=slot, offer=offer, sealing=sealing))
+            metered = session.meter.sending(target, contents.files[-1].stop)
+            send = partial(send_copy, slot=slot, offer=offer_of(slot), sealing=sealing, metered=metered)
+            self._start(session, (slot,), target, send)
 
     def _offer_parity(self, session: _PeerSession, slots: Sequence[Slot]) -> None:
         """Offer the `slots` of a checkpoint for parity, to this node's own rows and to its partners, if they are all
@@ -364,7 +414,7 @@ class Protection:
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
-            self._start(session, tuple(slots), target, partial(_offer, offer=offer, sealing=sealing))
+            self._start(session, tuple(slots), target, partial(offer_parity, offer=offer, sealing=sealing))
 
     def _start(self, session: _PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
         """Start to send `slots` of one checkpoint to `target`, unless that is done, under way, or not to be tried again
@@ -377,6 +427,7 @@ class Protection:
             return
         address = session.table.nodes[target].address
         way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
+        self.copies.being_sent |= {slot.name for slot in slots}
         self._sending[name, target] = _Sending(
             session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
         )
@@ -396,6 +447,15 @@ class Protection:
             elif sending.slots[0].refresh().contents == contents:  # else a trainer has filled it anew meanwhile
                 address = session.table.nodes[sending.target].address
                 state.fail(f"step {contents.step} is not protected by {address}: {error}")
+        self.copies.being_sent = frozenset(name for name, _ in self._sending)
+        self._note_speed()
+
+    def _note_speed(self) -> None:
+        """Tell the ranks of this node, for a restore, how fast it sends, if that has changed."""
+        speed = 0.0 if self._session is None else self._session.meter.bytes_per_s
+        if speed and abs(speed - self._told_speed) > _SPEED_SHARE * speed:
+            self._told_speed = speed
+            note_speed(self._folder, PeerSpeed(speed))
 
     def _trouble(self, session: _PeerSession) -> str:
         """The reason why saves should not wait for protection now; "" where there is none."""
@@ -446,90 +506,19 @@ class Protection:
             note_peer_trouble(self._folder, trouble)
 
 
+def _files(slot: Slot) -> set[int]:
+    """The numbers of the files in a slot."""
+    return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}
+
+
+def _held(slot: Slot) -> HeldSlot:
+    digests = SlotDigests.of(slot)
+    assert slot.record.contents is not None
+    return HeldSlot(slot.record.contents.checkpoint_id, digests)
+
+
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:
     """The slots of the newest generation among `slots`, unless it is marked as protected."""
     held = [(slot, contents) for slot in slots if (contents := slot.record.contents) is not None]
     newest: Place | None = max((contents.place for _, contents in held), default=None)
     return [slot for slot, contents in held if contents.place == newest and contents.checkpoint_id not in marked]
-
-
-def _offer(way: Way, offer: OfferParity, sealing: Sealing) -> bool:
-    """Offer slots for the parity that a peer keeps. Returns whether its rows are complete.
-
-    Raises:
-        StorageError: the peer cannot be reached, or could not make its rows.
-    """
-    with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=ANSWER_S)
-        if isinstance(reply, ParityWanted):
-            if reply.needs_generation:
-                _put_generation(way, connection, sealing)
-            return False
-        require(reply, CopyKept, way)
-        return True
-
-
-def _put_generation(way: Way, connection: PeerConnection, sealing: Sealing) -> None:
-    data = encode_generation(sealing.generation)
-    put = PutGeneration(sealing.generation.checkpoint_id, len(data))
-    require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
-
-
-def _send(way: Way, slot: Slot, offer: OfferCopy, sealing: Sealing) -> bool:
-    """Send a copy of `slot` to a peer; on return, the peer has it, whole and verified. Returns true.
-
-    Raises:
-        StorageError: the peer cannot be reached, has no room, or found other bytes than were offered.
-    """
-    nbytes = offer.contents.files[-1].stop
-    with way.connect() as connection:
-        reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
-        if isinstance(reply, CopyWanted):
-            if reply.needs_generation:
-                _put_generation(way, connection, sealing)
-            ranges = _ranges(offer.contents)
-            _send_ranges(way, connection, slot, reply.token, ranges)
-            reply = connection.ask(Finish(reply.token), timeout_s=_RANGE_S)
-        require(reply, CopyKept, way)
-        return True
-
-
-def _send_ranges(
-    way: Way, connection: PeerConnection, slot: Slot, token: int, ranges: Iterator[tuple[int, int]]
-) -> None:
-    """Send the `ranges` of `slot` by several connections, each of which takes the next one when it is done with one."""
-    (fd, offset), lock = slot.region, Lock()
-
-    def following() -> tuple[int, int] | None:
-        with lock:
-            return next(ranges, None)
-
-    def send(stream: PeerConnection) -> None:
-        while (following_range := following()) is not None:
-            start, stop = following_range
-            put = PutRange(token, start, stop - start)
-            region = Region(fd, offset + start, stop - start)
-            require(stream.put(put, region, timeout_s=_RANGE_S, pace=way.pace), Noted, way)
-
-    def send_by_another() -> None:
-        with way.connect() as stream:
-            send(stream)
-
-    with ThreadPoolExecutor(_NUM_STREAMS - 1, thread_name_prefix="holdfast-stream") as pool:
-        others = [pool.submit(send_by_another) for _ in range(_NUM_STREAMS - 1)]
-        send(connection)
-        for other in others:
-            other.result()
-
-
-def _ranges(contents: Contents) -> Iterator[tuple[int, int]]:
-    """The ranges in which a slot is sent. They begin and end at blocks of data, so that each block comes in one."""
-    for part in contents.files:
-        yield from _ranges_of(part)
-
-
-def _ranges_of(part: SlotFile) -> Iterator[tuple[int, int]]:
-    start, stop = part.start, part.start + part.data_start + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES
-    while start < part.stop:
-        yield start, min(stop, part.stop)
-        start, stop = stop, stop + _RANGE_NBYTES // BLOCK_NBYTES * BLOCK_NBYTES

@@ -23,6 +23,7 @@ _SECRET_NAME: Final = "peers.secret"  # noqa: S105 - the name of a file
 _PORT_NAME: Final = "peers.port"
 _TABLE_NAME: Final = "peers.table"
 _TROUBLE_NAME: Final = "peers.trouble"
+_SPEED_NAME: Final = "peers.speed"
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
@@ -56,6 +57,12 @@ class PeerNode(msgspec.Struct, frozen=True, array_like=True):
     address: str
 
 
+class PeerSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes per second at which this node has last sent copies to others."""
+
+    bytes_per_s: Annotated[float, msgspec.Meta(gt=0)]
+
+
 class ParityTable(msgspec.Struct, frozen=True, array_like=True):
     """The `groups` of nodes that share parity, as numbers of nodes in the order of each group, of which `losses` may be
     lost; and the ranks of each node."""
@@ -72,10 +79,19 @@ class PacingRules(msgspec.Struct, frozen=True, array_like=True):
     bytes_per_s: Annotated[float, msgspec.Meta(ge=MIN_PROTECT_BYTES_PER_S)] | None = None
 
 
+class Adoption(msgspec.Struct, frozen=True, array_like=True):
+    """The `files` of a checkpoint whose owners are lost, and for each the number of the node, in `nodes`, that protects
+    its copy as if it were a slot of its own."""
+
+    checkpoint_id: str
+    files: tuple[int, ...]
+    nodes: tuple[int, ...]
+
+
 class PeerTable(msgspec.Struct, frozen=True, array_like=True):
     """The nodes of a job, of which this one is number `own`. For each there are the numbers of the nodes to which it
     sends copies of its slots; or `parity` says which nodes keep parity for each other. They send at the pace of
-    `pacing`. `secret_digest` is that of the job's secret."""
+    `pacing`. `secret_digest` is that of the job's secret. `adoption` tells of nodes that were lost before the job."""
 
     secret_digest: bytes
     own: int
@@ -83,13 +99,15 @@ class PeerTable(msgspec.Struct, frozen=True, array_like=True):
     targets: tuple[tuple[int, ...], ...]
     parity: ParityTable | None = None
     pacing: PacingRules = PacingRules()
+    adoption: Adoption | None = None
 
     @property
     def is_sound(self) -> bool:
         """Whether all numbers are those of nodes."""
         groups = () if self.parity is None else self.parity.groups
+        adopters = () if self.adoption is None else self.adoption.nodes
         num_nodes = len(self.nodes)
-        numbers = {self.own, *(number for each in (*self.targets, *groups) for number in each)}
+        numbers = {self.own, *(number for each in (*self.targets, *groups, adopters) for number in each)}
         if not numbers <= set(range(num_nodes)) or len(self.targets) != num_nodes:
             return False
         return self.parity is None or (
@@ -102,6 +120,15 @@ class PeerTable(msgspec.Struct, frozen=True, array_like=True):
         parity."""
         groups = () if self.parity is None else self.parity.groups
         return next((group for group in groups if self.own in group), ())
+
+    @property
+    def adopted(self) -> frozenset[int]:
+        """The files of the checkpoint in `adoption` that this node protects though it only has copies of them."""
+        adoption = self.adoption
+        if adoption is None:
+            return frozenset()
+        pairs = zip(adoption.files, adoption.nodes, strict=False)
+        return frozenset(file for file, node in pairs if node == self.own)
 
     @property
     def partners(self) -> tuple[int, ...]:
@@ -167,9 +194,19 @@ def peer_trouble(folder: NodeFolder) -> str:
     return ""
 
 
+def note_speed(folder: NodeFolder, speed: PeerSpeed) -> None:
+    """Tell the ranks of this node how fast it sends. Only for the keeper."""
+    _note(folder, _SPEED_NAME, speed)
+
+
+def noted_speed(folder: NodeFolder) -> PeerSpeed | None:
+    """The speed at which this node has last sent copies to others; None where it has sent none."""
+    return _noted(folder, _SPEED_NAME, PeerSpeed)
+
+
 def forget_peers(folder: NodeFolder) -> None:
     """Remove all notes about peers: the slots of `folder` are not protected any more."""
-    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME):
+    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME, _SPEED_NAME):
         folder.discard(name)
 
 

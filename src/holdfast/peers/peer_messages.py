@@ -38,6 +38,15 @@ class OfferCopy(PeerMessage, frozen=True):
     rank: Count
 
 
+class PrepareCopies(PeerMessage, frozen=True):
+    """Have memory for `num_copies` copies of slots of `rank` with up to `nbytes`, before they are offered. Answered by
+    `Noted` or `Declined`."""
+
+    rank: Count
+    nbytes: Count
+    num_copies: Annotated[int, msgspec.Meta(ge=1, le=2)]
+
+
 class PutRange(PeerMessage, frozen=True):
     """Send `nbytes` of the copy `token`, from `start` of its region on. The bytes follow. Answered by `Noted`."""
 
@@ -134,6 +143,19 @@ class CheckHeld(PeerMessage, frozen=True):
     num_rows: Count
 
 
+class ListHeld(PeerMessage, frozen=True):
+    """Ask which sealed slots of its own node the peer has. Answered by `HeldSlots`."""
+
+
+class SendCopies(PeerMessage, frozen=True):
+    """Have the peer send copies of its own slots with these `files` of a checkpoint to the keeper at `address`, which
+    knows the same secret. Answered by `CopyKept` when that has all of them, or by `Declined`."""
+
+    checkpoint_id: Hex16
+    files: tuple[Count, ...]
+    address: str
+
+
 class NoteProtected(PeerMessage, frozen=True):
     """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
 
@@ -165,6 +187,19 @@ class ParityWanted(PeerMessage, frozen=True):
     checkpoint, and needs it first."""
 
     needs_generation: bool
+
+
+class HeldSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A sealed slot of a checkpoint."""
+
+    checkpoint_id: Hex16
+    slot: SlotDigests
+
+
+class HeldSlots(PeerMessage, frozen=True):
+    """The sealed slots of the peer's node."""
+
+    slots: tuple[HeldSlot, ...]
 
 
 class NodesFailed(PeerMessage, frozen=True):
@@ -205,10 +240,21 @@ class RequestRefused(PeerMessage, frozen=True):
 Put: TypeAlias = PutRange | PutGeneration
 Get: TypeAlias = GetRange | GetSum
 PeerRequest: TypeAlias = (
-    OfferCopy | OfferParity | Put | Get | Finish | RebuildCopy | CheckHeld | NoteProtected | MarkProtected
+    PrepareCopies
+    | OfferCopy
+    | OfferParity
+    | Put
+    | Get
+    | Finish
+    | RebuildCopy
+    | CheckHeld
+    | ListHeld
+    | SendCopies
+    | NoteProtected
+    | MarkProtected
 )
 PeerReply: TypeAlias = (
-    CopyWanted | CopyKept | ParityWanted | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
+    CopyWanted | CopyKept | ParityWanted | HeldSlots | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
 )
 
 

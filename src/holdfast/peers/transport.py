@@ -38,7 +38,7 @@ class PutPiece(NamedTuple):
 
 def tail_nbytes(nbytes: int) -> int:
     """The rest of a piece that may be on the way at the end of its turn, so that the link does not run dry."""
-    return max(nbytes // 4, 16 << 10)
+    return max(nbytes // 2, 16 << 10)
 
 
 class PutPace(Protocol):

@@ -202,10 +202,13 @@ class Wire:
         # The other end may acknowledge the last two packets late.
         packet = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         tail = max(tail_nbytes(piece.nbytes), 2 * packet)
-        while (left := self._unacknowledged_nbytes()) > tail and not self._readable.poll(0):
+        while (left := self._unacknowledged_nbytes()) and not self._readable.poll(0):
+            again_s = piece.left(left)
+            if left <= tail:
+                return
             if time.monotonic() > end_s:
                 raise TimeoutError("the deadline is over")
-            time.sleep(piece.left(left))
+            time.sleep(again_s)
 
     def _unacknowledged_nbytes(self) -> int:
         count: int

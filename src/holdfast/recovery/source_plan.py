@@ -7,6 +7,7 @@ from disks of nodes, and all nodes read at once: so the slowest of them sets the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Final, NamedTuple
 
 from holdfast.checkpoint.catalogue import Tier
@@ -40,17 +41,21 @@ class Rates(NamedTuple):
         return nbytes / (self.network if tier is Tier.PEER_MEMORY else self.disk)
 
 
-#: Rates of a node with 100 Gbit/s and one NVMe disk. Only their ratio counts.
+#: Rates of a node with 100 Gbit/s and one NVMe disk, where nobody has measured any. Only their ratio counts then.
 ORDINARY_RATES: Final = Rates(network=12.5e9, disk=2.5e9)
 
 
-def plan_sources(files: Sequence[LostFile], rates: Rates = ORDINARY_RATES) -> list[FileSource | None]:
-    """For each file its source; None for one that no node holds.
+def plan_sources(
+    files: Sequence[LostFile], rates: Rates = ORDINARY_RATES, *, measured: Mapping[str, float] | None = None
+) -> list[FileSource | None]:
+    """For each file its source; None for one that no node holds. `measured` has the bytes per second that nodes have
+    sent to others; a node that is not in it sends like the median of them, or by `rates` if none has been measured.
 
     The files with fewest holders come first, the largest of them before others, and each goes to the node that would
     have it read soonest. Then files leave the busiest node while this makes the whole end sooner.
     """
-    plan = _SourcePlan(files, rates)
+    network = median(measured.values()) if measured else rates.network
+    plan = _SourcePlan(files, Rates(network, rates.disk), measured or {})
     for number in sorted(range(len(files)), key=lambda file: (len(files[file].holders), -files[file].nbytes)):
         plan.place(number)
     while plan.relieve():
@@ -61,9 +66,10 @@ def plan_sources(files: Sequence[LostFile], rates: Rates = ORDINARY_RATES) -> li
 class _SourcePlan:
     """The sources of files, and how long each node is busy with them."""
 
-    def __init__(self, files: Sequence[LostFile], rates: Rates) -> None:
+    def __init__(self, files: Sequence[LostFile], rates: Rates, measured: Mapping[str, float]) -> None:
         self._files = files
         self._rates = rates
+        self._rates_of = {node: Rates(network, rates.disk) for node, network in measured.items()}
         self._busy_s: dict[str, float] = {}
         self._moved: dict[str, list[int]] = {}  # by node, the files that it sends to others
         self.sources: list[FileSource | None] = [None] * len(files)
@@ -104,4 +110,4 @@ class _SourcePlan:
 
     def _seconds(self, number: int, node: str) -> float:
         file = self._files[number]
-        return self._rates.seconds(file.nbytes, file.holders[node])
+        return self._rates_of.get(node, self._rates).seconds(file.nbytes, file.holders[node])
