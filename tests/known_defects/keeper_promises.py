@@ -338,7 +338,7 @@ KEEPER_MUTATIONS = [
     Mutation(  # keeper gives up while read
         "keeper/test_keeper_promises.py::test_a_generation_that_was_given_up_is_not_freed_while_it_is_read",
         "keeper/daemon.py",
-        "if slot.state in OWED and name not in being_read]",
+        "if slot.state in OWED and name not in at_work]",
         "if slot.state in OWED]",
     ),
     Mutation(  # keeper gives back tended

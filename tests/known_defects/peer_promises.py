@@ -446,14 +446,14 @@ PEER_MUTATIONS = [
     Mutation(  # copy removed while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            idle = {name: slot for name, slot in self._copies.items() if name not in receiving}",
-        "            idle = dict(self._copies) if receiving is not None else {}",
+        "            idle = {name: slot for name, slot in self._copies.items() if name not in busy}",
+        "            idle = {name: slot for name, slot in self._copies.items() if name not in self.being_sent}",
     ),
     Mutation(  # copy given back while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            for name in [name for name in self._copies if name not in receiving]:",
-        "            for name in list(self._copies) if receiving is not None else []:",
+        "            for name in self._copies.keys() - busy:",
+        "            for name in self._copies.keys() - self.being_sent:",
     ),
     Mutation(  # owed copy filled anew
         "keeper/test_copy_reception.py::test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed",
