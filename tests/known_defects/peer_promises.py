@@ -5,6 +5,183 @@ from __future__ import annotations
 from tests.known_defects.mutants import Mutation
 
 PEER_MUTATIONS = [
+    Mutation(  # blocks of a row unverified
+        "keeper/test_parity_rows.py::test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed[data]",
+        "keeper/parity_rows.py",
+        "        if bad_blocks(out, self._table, first=first, kind=kind):",
+        "        if first < 0:",
+    ),
+    Mutation(  # header of a row unverified
+        "keeper/test_parity_rows.py::test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed[header]",
+        "keeper/parity_rows.py",
+        "        if self._header.tobytes() != container.header(manifest, layout, table):\n"
+        "            raise _changed(self._way, file)\n",
+        "",
+    ),
+    Mutation(  # stranger's offer
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        "        if peers is None or offer.sender not in peers.table.group:",
+        "        if peers is None:",
+    ),
+    Mutation(  # offers unchecked
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        "        _check(offer, sealing, peers)\n",
+        "",
+    ),
+    Mutation(  # file offered twice
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        " or len({*parts}) != len(parts):",
+        ":",
+    ),
+    Mutation(  # offer without its files
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        "    if {part.file for part in parts} != peers.files(sealing, offer.sender) or",
+        "    if",
+    ),
+    Mutation(  # offer without digests
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        "        if len(slot.files) != len(slot.digests):",
+        "        if not slot.files:",
+    ),
+    Mutation(  # offer of another layout
+        "keeper/test_parity_rows.py::test_offers_that_no_partner_makes_are_refused",
+        "keeper/parity_rows.py",
+        "        if (part.data_start, part.nbytes) != (layout.data_start, layout.nbytes):\n            raise",
+        "        if not layout.nbytes:\n            raise",
+    ),
+    Mutation(  # sizes of a chain unchecked
+        "keeper/test_rebuilding.py::test_sums_whose_sizes_do_not_fit_are_refused",
+        "keeper/rebuilding.py",
+        "        if not max(hop.nbytes, upstream_nbytes) <= hop.sum_nbytes == get.nbytes <= PIECE_NBYTES:",
+        "        if not hop:",
+    ),
+    Mutation(  # hop of another size
+        "keeper/test_rebuilding.py::test_sums_whose_sizes_do_not_fit_are_refused",
+        "keeper/rebuilding.py",
+        "        if data.size != hop.nbytes:",
+        "        if data is None:",
+    ),
+    Mutation(  # addresses missing
+        "keeper/test_rebuilding.py::test_requests_to_rebuild_what_the_group_does_not_have_are_refused",
+        "keeper/rebuilding.py",
+        "    if len(request.addresses) != num_nodes or not numbers",
+        "    if not numbers",
+    ),
+    Mutation(  # numbers unchecked
+        "keeper/test_rebuilding.py::test_requests_to_rebuild_what_the_group_does_not_have_are_refused",
+        "keeper/rebuilding.py",
+        "    if len(request.addresses) != num_nodes or not numbers <= set(range(num_nodes)):",
+        "    if len(request.addresses) != num_nodes:",
+    ),
+    Mutation(  # files of other sizes
+        "keeper/test_rebuilding.py::test_requests_to_rebuild_what_the_group_does_not_have_are_refused",
+        "keeper/rebuilding.py",
+        "        if line is None or (part.data_start, part.nbytes) not in [\n"
+        "            (file.data_start, file.nbytes) for file in line.files if file.file == part.file\n"
+        "        ]:",
+        "        if line is None:",
+    ),
+    Mutation(  # data of a survivor unchecked
+        "keeper/test_rebuilding.py::test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without",
+        "keeper/rebuilding.py",
+        "                sealing.check(slot)\n",
+        "",
+    ),
+    Mutation(  # broken range never ends
+        "keeper/test_copy_reception.py::test_a_range_whose_connection_broke_is_sent_again_by_a_new_offer",
+        "keeper/copies.py",
+        '        """The connection broke."""\n        self._copies.end_transfer(self._incoming)',
+        '        """The connection broke."""',
+    ),
+    Mutation(  # range beyond file
+        "protection/test_stripes.py::test_a_range_that_the_owner_does_not_have_is_refused",
+        "protection/stripes.py",
+        " or data.start + data.nbytes > self.files[number].nbytes:",
+        ":",
+    ),
+    Mutation(  # negative start
+        "protection/test_stripes.py::test_a_range_that_the_owner_does_not_have_is_refused",
+        "protection/stripes.py",
+        "data.start < 0 or data.nbytes < 0 or data.start +",
+        "data.nbytes < 0 or data.start +",
+    ),
+    Mutation(  # no or three losses
+        "protection/test_stripes.py::test_groups_without_parity_are_refused",
+        "protection/stripes.py",
+        "        if not 1 <= self.losses <= 2:",
+        "        if not self.losses:",
+    ),
+    Mutation(  # too many rows
+        "protection/test_stripes.py::test_groups_without_parity_are_refused",
+        "protection/stripes.py",
+        "        if not 1 <= self.num_data <= MAX_NUM_DATA:",
+        "        if not 1 <= self.num_data:",
+    ),
+    Mutation(  # too few rows
+        "protection/test_stripes.py::test_groups_without_parity_are_refused",
+        "protection/stripes.py",
+        "        if not 1 <= self.num_data <= MAX_NUM_DATA:",
+        "        if self.num_data > MAX_NUM_DATA:",
+    ),
+    Mutation(  # node twice
+        "protection/test_stripes.py::test_groups_without_parity_are_refused",
+        "protection/stripes.py",
+        "        if len(self._numbers) < len(self.lines):",
+        "        if not self._numbers:",
+    ),
+    Mutation(  # more lost than parity covers
+        "protection/test_stripes.py::test_more_losses_than_parity_covers_are_refused_with_the_nodes",
+        "protection/chains.py",
+        "    if len(gone) > striping.losses:",
+        "    if len(gone) > len(striping.lines):",
+    ),
+    Mutation(  # nothing lost rebuilt
+        "protection/test_stripes.py::test_nodes_that_are_not_lost_have_nothing_to_rebuild",
+        "protection/chains.py",
+        "        if owner not in lost:",
+        "        if owner not in striping.nodes:",
+    ),
+    Mutation(  # unlike numbers of domains
+        "protection/test_placement.py::test_nodes_that_give_unlike_numbers_of_domains_are_refused",
+        "protection/neighbourhood.py",
+        "        if len(card.domains) != depth:",
+        "        if len(card.domains) > 99:",
+    ),
+    Mutation(  # too few nodes
+        "protection/test_placement.py::test_too_few_nodes_are_refused",
+        "protection/policies.py",
+        "    if num_nodes < least:",
+        "    if num_nodes < 1:",
+    ),
+    Mutation(  # domain takes too many nodes of a group
+        "protection/test_placement.py::test_parity_groups_survive_the_loss_of_each_domain_that_they_can",
+        "protection/placement.py",
+        "        return None if most > policy.losses else",
+        "        return None if most > len(cards) else",
+    ),
+    Mutation(  # group of all nodes counts
+        "protection/test_placement.py::test_a_group_of_all_nodes_says_nothing",
+        "protection/neighbourhood.py",
+        "if 1 < len(nodes) < len(cards)}",
+        "if 1 < len(nodes)}",
+    ),
+    Mutation(  # another polynomial
+        "protection/test_erasure.py::test_products_of_all_elements_agree_with_long_multiplication",
+        "protection/erasure.py",
+        "_POLYNOMIAL: Final = 0x11D",
+        "_POLYNOMIAL: Final = 0x11B",
+    ),
+    Mutation(  # negative chance
+        "protection/test_survival.py::test_geminis_limit_for_groups",
+        "protection/survival.py",
+        "    return max(0.0, 1 - fatal / comb",
+        "    return (1 - fatal / comb",
+    ),
     Mutation(  # client speaks to any version
         "peers/test_handshake.py::test_another_version_is_named_on_both_sides[2]",
         "peers/handshake.py",
@@ -269,14 +446,26 @@ PEER_MUTATIONS = [
     Mutation(  # copy removed while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            idle = {name: slot for name, slot in self._copies.items() if name not in receiving}",
-        "            idle = dict(self._copies) if receiving is not None else {}",
+        "            idle = {name: slot for name, slot in self._copies.items() if name not in busy}",
+        "            idle = {name: slot for name, slot in self._copies.items() if name not in self.being_sent}",
     ),
     Mutation(  # copy given back while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            for name in [name for name in self._copies if name not in receiving]:",
-        "            for name in list(self._copies) if receiving is not None else []:",
+        "            for name in self._copies.keys() - busy:",
+        "            for name in self._copies.keys() - self.being_sent:",
+    ),
+    Mutation(  # owed copy filled anew
+        "keeper/test_copy_reception.py::test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed",
+        "keeper/copies.py",
+        "            if is_needed or not (is_old or is_one_too_many) or",
+        "            if not (is_old or is_one_too_many) or",
+    ),
+    Mutation(  # newest protected copy filled anew
+        "keeper/test_copy_reception.py::test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed",
+        "keeper/copies.py",
+        "newest is not None and held.place < newest)\n            is_one",
+        "newest is not None and held.place <= newest)\n            is_one",
     ),
     Mutation(  # busiest node not relieved
         "recovery/test_source_plan.py::test_no_move_of_a_file_off_the_busiest_node_ends_the_restore_sooner",
