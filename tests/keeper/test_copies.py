@@ -17,6 +17,7 @@ from holdfast.keeper import daemon, peer_memory, protecting, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
+from holdfast.keeper.peer_memory import KEPT
 from holdfast.node_memory.generations import give_up_generation, protected_ids, unmark_protected
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
@@ -362,3 +363,36 @@ def test_saves_do_not_wait_for_ever_for_a_mark_because_another_node_cannot_be_pr
     assert keepers[0]._copies.offer == offer
     until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def steps_in(folder: NodeFolder, rank: int) -> set[str]:
+    """The ids of the checkpoints of which a node has whole copies of `rank`."""
+    found = set()
+    with ExitStack() as stack:
+        for name in copy_names(folder):
+            slot = stack.enter_context(Slot(folder, name))
+            if slot.rank == rank and slot.state in KEPT and slot.record.contents is not None:
+                found.add(slot.record.contents.checkpoint_id)
+    return found
+
+
+def test_the_copy_of_the_protected_checkpoint_stays_while_newer_ones_cannot_be_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second unprotected one took its place, though a loss of the owner was to leave the protected one."""
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and _is_protected(saved, folders))
+    later: Saved | Later = saved
+    id_ = CHECKPOINT
+    with monkeypatch.context() as patched:
+        patched.setattr(keepers[0]._copies, "offer", lambda _: Declined("there is no room"))
+        for _ in range(3):
+            later = _later(later, folders, stack)
+            id_ = later.generation.checkpoint_id
+            until(lambda id_=id_: look(*keepers) and id_ in steps_in(folders[1], 0))  # type: ignore[misc]
+            assert CHECKPOINT in steps_in(folders[1], 0)
+        assert len(copy_names(folders[1])) == 3
+    until(lambda: look(*keepers) and _is_protected(later, folders))
+    until(lambda: look(*keepers) and len(copy_names(folders[1])) == 2)
+    assert id_ in steps_in(folders[1], 0)

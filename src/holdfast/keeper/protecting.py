@@ -62,8 +62,8 @@ from holdfast.peers.peer_messages import (
     Finish,
     Get,
     GetRange,
-    HeldSlot,
-    HeldSlots,
+    ListedSlot,
+    ListedSlots,
     ListHeld,
     MarkProtected,
     Noted,
@@ -189,6 +189,13 @@ class _PeerSession:
             self.marked = checkpoint_id
             return True
 
+    def awaits_mark(self, due: Iterable[Slot], marked: Collection[str]) -> bool:
+        """Whether an older checkpoint than that of the `due` slots may be marked at any moment: peers hold all its
+        copies for this node, and the time for its mark is not over."""
+        id_, since_s = self.awaited
+        is_older = any(slot.record.contents and slot.record.contents.checkpoint_id != id_ for slot in due)
+        return is_older and bool(id_) and id_ not in marked and time.monotonic() - since_s <= _PATIENCE_S
+
     def await_mark(self, contents: Contents, patience_s: float) -> None:
         """Note that peers hold all copies for this node of the checkpoint of these `contents`, which is not marked."""
         if self.awaited[0] != contents.checkpoint_id:
@@ -272,7 +279,9 @@ class Protection:
         marked = protected_ids(self._folder)
         session.forget(whole)
         due = _newest(whole, marked)
-        if session.table.parity is None:
+        if session.awaits_mark(due, marked):
+            pass  # peers would fill again what is just being marked
+        elif session.table.parity is None:
             for slot in due:
                 for target in session.table.partners:
                     self._start_copy(session, slot, target)
@@ -333,7 +342,7 @@ class Protection:
             case CheckHeld():
                 reply = self._sums.check(request)
             case ListHeld():
-                reply = HeldSlots(tuple(map(_held, self._own.all())))
+                reply = ListedSlots(tuple(map(_held, self._own.all())))
             case SendCopies():
                 reply = self._send_copies(request)
             case NoteProtected():
@@ -552,10 +561,10 @@ def _files(slot: Slot) -> set[int]:
     return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}
 
 
-def _held(slot: Slot) -> HeldSlot:
+def _held(slot: Slot) -> ListedSlot:
     digests = SlotDigests.of(slot)
     assert slot.record.contents is not None
-    return HeldSlot(slot.record.contents.checkpoint_id, digests)
+    return ListedSlot(slot.record.contents.checkpoint_id, digests)
 
 
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:

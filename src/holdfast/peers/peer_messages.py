@@ -144,7 +144,7 @@ class CheckHeld(PeerMessage, frozen=True):
 
 
 class ListHeld(PeerMessage, frozen=True):
-    """Ask which sealed slots of its own node the peer has. Answered by `HeldSlots`."""
+    """Ask which sealed slots of its own node the peer has. Answered by `ListedSlots`."""
 
 
 class SendCopies(PeerMessage, frozen=True):
@@ -191,17 +191,17 @@ class ParityWanted(PeerMessage, frozen=True):
     needs_generation: bool
 
 
-class HeldSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ListedSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A sealed slot of a checkpoint."""
 
     checkpoint_id: Hex16
     slot: SlotDigests
 
 
-class HeldSlots(PeerMessage, frozen=True):
+class ListedSlots(PeerMessage, frozen=True):
     """The sealed slots of the peer's node."""
 
-    slots: tuple[HeldSlot, ...]
+    slots: tuple[ListedSlot, ...]
 
 
 class NodesFailed(PeerMessage, frozen=True):
@@ -256,7 +256,16 @@ PeerRequest: TypeAlias = (
     | MarkProtected
 )
 PeerReply: TypeAlias = (
-    CopyWanted | CopyKept | ParityWanted | HeldSlots | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
+    CopyWanted
+    | CopyKept
+    | ParityWanted
+    | ListedSlots
+    | NodesFailed
+    | Declined
+    | Damaged
+    | Noted
+    | Sent
+    | RequestRefused
 )
 
 
