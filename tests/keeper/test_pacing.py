@@ -82,7 +82,7 @@ def test_a_piece_that_is_larger_than_the_buffer_of_its_connection_is_seen_on_its
     class SlowKeeper(StubKeeper):
         def sink(self, put: Put) -> StubSink:
             sink = super().sink(put)
-            sink.received = lambda _: time.sleep(0.01)  # type: ignore[method-assign]
+            sink.received = lambda nbytes: time.sleep(0.01)  # type: ignore[method-assign]
             return sink
 
     class Whole:
