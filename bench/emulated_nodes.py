@@ -161,8 +161,9 @@ def of_plain_text(part: Part, measure: str) -> str:
 def more_memory(part: Part) -> float:
     """MiB that a node holds beyond its two snapshots, and their copies or parity."""
     (held, *_) = part.series(OURS, "held_nbytes", measure=PROTECT)
-    policy = CLUSTERS[part.scenario.name].policy
-    others = policy.n if isinstance(policy, Copies) else 1 / (policy.group_size(part.scenario.world) - 1)
+    cluster = CLUSTERS[part.scenario.name]
+    policy = cluster.policy
+    others = policy.n if isinstance(policy, Copies) else 1 / (policy.group_size(cluster.num_nodes) - 1)
     return float(held - 2 * (1 + others) * part.scenario.facts["rank_nbytes"]) / 2**20
 
 
