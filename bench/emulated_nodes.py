@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -21,32 +21,41 @@ from bench.markdown import about, table, text
 from bench.node_ranks import NodeTask, protect, restore, serve_store
 from bench.runner import measured
 from bench.schema import OURS, RAW, BenchError, Contender, Part, Result, Sample, StateSize, paired_ratios
+from holdfast import Copies, Parity
 from tests.support.nodes import Network
 from tests.support.nursery import Process
 
 ROUNDS: Final = 5
 LOST: Final = 2
 _TIMEOUT_S: Final = 300.0
-PROTECT, RESTORE = "protect", "restore"
+#: What is measured: protection that holds nothing back, and at the default pace, which takes the plain copies
+#: in between for the traffic of training; and the restore.
+PROTECT, PACED, RESTORE = "protect", "protect at a pace", "restore"
 
 
 class Cluster(NamedTuple):
     """The nodes of a scenario: how many, the speed of their links (None: what this machine can), and the bytes of a
-    rank at full size; and its bars."""
+    rank at full size; its bars, and how its snapshots are protected."""
 
     num_nodes: int
     mbit: int | None
     mib: int
     bars: tuple[str, ...]
+    policy: Copies | Parity = Copies(1)
 
 
 #: The cluster whose links are shaped, so that a node does not share the speed of the others' links.
 SHAPED: Final = "4 nodes, 2 Gbit/s"
 CLUSTERS: Final = {
-    "2 nodes": Cluster(2, None, 1024, (PROTECT,)),
+    "2 nodes": Cluster(2, None, 1024, (PROTECT, PACED)),
     SHAPED: Cluster(4, 2000, 128, (RESTORE,)),
     "8 nodes": Cluster(8, None, 32, ("moved",)),
+    f"{SHAPED}, parity": Cluster(4, 2000, 128, (RESTORE,), Parity(1)),
+    "8 nodes, parity": Cluster(8, None, 32, ("moved",), Parity(1)),
 }
+#: The least speed of a restore, of a plain copy of what was lost: of copies, and of parity, which comes through all
+#: nodes of a group.
+RESTORE_BARS: Final = {Copies: 0.7, Parity: 0.5}
 
 
 class Emulated:
@@ -106,15 +115,13 @@ def measure_cluster(name: str, options: Options) -> Part:
         name, title=name, world=cluster.num_nodes, rounds=ROUNDS, state=size, facts={"rank_nbytes": nbytes}
     )
     samples: list[Sample] = []
+    if PACED in cluster.bars:
+        with scratch(options.folder) as folder, Network(folder / "network") as network:
+            job = Emulated(cluster, network, folder, nbytes=nbytes, rounds=scenario.rounds)
+            samples += protections(PACED, job.run("protect", protect, cluster.policy, "auto"))
     with scratch(options.folder) as folder, Network(folder / "network") as network:
         job = Emulated(cluster, network, folder, nbytes=nbytes, rounds=scenario.rounds)
-        protected = job.run("protect", protect)
-        held = max(each["held"] for each in protected)
-        for number in range(scenario.rounds):
-            for contender, key in ((RAW, "plain"), (OURS, "ours")):
-                values = tuple(each[key][number] for each in protected)
-                more = {"held_nbytes": (float(held),)} if contender == OURS else {}
-                samples.append(Sample(contender, number + 1, {"seconds": values, **more}, measure=PROTECT))
+        samples += protections(PROTECT, job.run("protect", protect, cluster.policy, "none"))
         lost = min(LOST, cluster.num_nodes - 1)
         for number in range(scenario.rounds):
             job.lose(lost)
@@ -129,6 +136,15 @@ def measure_cluster(name: str, options: Options) -> Part:
     return measured(scenario, samples, options, contenders=(Contender(RAW), Contender(OURS)))
 
 
+def protections(measure: str, protected: Sequence[dict[str, Any]]) -> Iterator[Sample]:
+    """The samples of what all ranks tell of protections, and of the plain copies beside them."""
+    held = float(max(each["held"] for each in protected))
+    for number in range(len(protected[0]["ours"])):
+        plain, ours = (tuple(each[key][number] for each in protected) for key in ("plain", "ours"))
+        yield Sample(RAW, number + 1, {"seconds": plain}, measure=measure)
+        yield Sample(OURS, number + 1, {"seconds": ours, "held_nbytes": (held,)}, measure=measure)
+
+
 def of_plain(part: Part, measure: str) -> list[float]:
     """Seconds of the plain copy / seconds, paired by round."""
     return paired_ratios(part.series(RAW, measure=measure), part.series(OURS, measure=measure))
@@ -139,23 +155,33 @@ def moved(part: Part) -> list[float]:
     return [each / part.scenario.facts["rank_nbytes"] for each in part.series(OURS, "moved_nbytes", measure=RESTORE)]
 
 
+def of_plain_text(part: Part, measure: str) -> str:
+    series = of_plain(part, measure)
+    return text(series) if series else "-"
+
+
 def more_memory(part: Part) -> float:
-    """MiB that a node holds beyond its two snapshots and two copies."""
+    """MiB that a node holds beyond its two snapshots, and their copies or parity."""
     (held, *_) = part.series(OURS, "held_nbytes", measure=PROTECT)
-    return float(held - 4 * part.scenario.facts["rank_nbytes"]) / 2**20
+    cluster = CLUSTERS[part.scenario.name]
+    policy = cluster.policy
+    others = policy.n if isinstance(policy, Copies) else 1 / (policy.group_size(cluster.num_nodes) - 1)
+    return float(held - 2 * (1 + others) * part.scenario.facts["rank_nbytes"]) / 2**20
 
 
 def bars(part: Part) -> Iterator[Bar]:
-    name, wanted = part.scenario.name, CLUSTERS[part.scenario.name].bars
-    if PROTECT in wanted:
-        yield Bar(f"protection, {name}, of a plain copy", median(of_plain(part, PROTECT)), 0.8, at_least=True)
+    name, cluster = part.scenario.name, CLUSTERS[part.scenario.name]
+    for measure, what in ((PROTECT, "protection"), (PACED, "protection at the default pace")):
+        if measure in cluster.bars:
+            yield Bar(f"{what}, {name}, of a plain copy", median(of_plain(part, measure)), 0.8, at_least=True)
+    if PROTECT in cluster.bars:
         yield Bar(f"memory beyond snapshots and copies, {name}", more_memory(part), 128, " MiB")
-    if RESTORE in wanted:
-        yield Bar(
-            f"restore of a lost node, {name}, of a plain copy", median(of_plain(part, RESTORE)), 0.7, at_least=True
-        )
-    if "moved" in wanted:
-        yield Bar(f"bytes moved / bytes lost, {name}", median(moved(part)), 1.05)
+    if RESTORE in cluster.bars:
+        figure, limit = median(of_plain(part, RESTORE)), RESTORE_BARS[type(cluster.policy)]
+        yield Bar(f"restore of a lost node, {name}, of a plain copy", figure, limit, at_least=True)
+    if "moved" in cluster.bars:
+        limit = cluster.policy.group_size(cluster.num_nodes) if isinstance(cluster.policy, Parity) else 1.05
+        yield Bar(f"bytes moved / bytes lost, {name}", median(moved(part)), limit)
 
 
 def tables(result: Result) -> Iterator[str]:
@@ -163,11 +189,12 @@ def tables(result: Result) -> Iterator[str]:
         "nodes",
         {part.scenario.name: part for part in result.parts},
         ("a rank's snapshot, MiB", lambda part: f"{part.scenario.facts['rank_nbytes'] / 2**20:.0f}"),
-        ("protection, of a plain copy", lambda part: text(of_plain(part, PROTECT))),
+        ("protection, of a plain copy", lambda part: of_plain_text(part, PROTECT)),
+        ("at the default pace", lambda part: of_plain_text(part, PACED)),
         ("restore after a loss, s", lambda part: text(part.series(OURS, measure=RESTORE))),
         ("of a plain copy of the lost bytes", lambda part: text(of_plain(part, RESTORE))),
         ("bytes moved / lost", lambda part: text(moved(part))),
-        ("memory beyond snapshots and copies, MiB", lambda part: f"{more_memory(part):.0f}"),
+        ("memory beyond snapshots and copies or parity, MiB", lambda part: f"{more_memory(part):.0f}"),
     )
     yield about(result.parts[0])
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Final
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from holdfast import Checkpointer, Copies, Memory
+from holdfast import Checkpointer, Copies, Memory, Parity
 from holdfast.observing import Event, EventSource, SaveHeld, SaveProtected
 from tests.support.namespaces import INTERFACE
 
@@ -51,15 +51,14 @@ def serve_store(host: str, ready: Path) -> None:
     del store
 
 
-def protect(task: NodeTask) -> None:
+def protect(task: NodeTask, policy: Copies | Parity, pace: Literal["auto", "none"]) -> None:
     """Save into memory again and again; each time, copy as many bytes plainly to the next rank. Then wait for the
     loss."""
     begin(task)
     heard = Heard()
     state = {f"w{number}": part(task, number) for number in range(_NUM_TENSORS)}
     ours, plain = [], []
-    # A pace would take the plain copies in between for the traffic of training.
-    memory = Memory(protect=Copies(1), protect_pace="none")
+    memory = Memory(protect=policy, protect_pace=pace)
     with Checkpointer(task.run, state, memory=memory, listeners=[heard]) as checkpointer:
         for number in range(task.rounds + 2):  # both slots of a rank, and both copies, take memory first
             dist.barrier()

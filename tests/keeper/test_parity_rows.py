@@ -17,7 +17,7 @@ from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.parity_records import parity_in, record_of
 from holdfast.node_memory.peering import peer_trouble
 from holdfast.node_memory.slots import Slot, SlotState, parity_names
-from holdfast.peers.peer_messages import OfferParity
+from holdfast.peers.peer_messages import Declined, OfferParity
 from holdfast.protection.erasure import STRIP_NBYTES, add_multiple
 from holdfast.store.base import Bytes
 from tests.keeper.parity_nodes import ParityNodes, Snapshot
@@ -148,9 +148,23 @@ def test_a_holder_without_memory_delays_protection_until_it_has_some(
         patched.setattr(peer_memory, "rooms", lambda _: [MemoryLimit(0, "a limit")])
         patched.setattr(peer_memory, "give_way", lambda *_: [])  # nobody claims the slots
         until(lambda: nodes.look() and all("a limit leaves 0" in peer_trouble(folder) for folder in nodes.folders))
-        assert not any(rows_in(nodes, number) for number in range(5))
+        assert not any(row.state == SlotState.HELD for number in range(5) for row in rows_in(nodes, number))
     nodes.protect(snapshot)
     until(lambda: nodes.look() and not any(peer_trouble(folder) for folder in nodes.folders))
+
+
+def test_an_offer_of_parity_before_the_table_of_peers_has_arrived_is_declined_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ExitStack() as stack:
+        nodes = ParityNodes(tmp_path, stack, SIZES, 1)
+        snapshot = Snapshot(nodes, 1)
+        reply = nodes.keepers[1]._rows.offer(OfferParity(snapshot.id, 0, ()))
+        assert isinstance(reply, Declined)
+        assert "does not know of it yet" in reply.reason
+        nodes.meet()
+        nodes.protect(snapshot.stage(nodes))
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_a_keeper_that_is_restarted_keeps_complete_rows_and_makes_others_anew(made: Made) -> None:

@@ -181,11 +181,11 @@ def prune_result(*, busy_max_s: float = 0.0125) -> Result:
 
 
 def nodes_result(*, ours_s: float = 1.0, moved_mib: float = 1.0) -> Result:
-    """One node is lost, of two, of four and of eight. A plain copy takes 0.9 seconds."""
+    """One node is lost, of two, of four and of eight, with copies and with parity. A plain copy takes 0.9 seconds."""
     parts = []
-    for name in ("2 nodes", "4 nodes, 2 Gbit/s", "8 nodes"):
+    for name in ("2 nodes", "4 nodes, 2 Gbit/s", "8 nodes", "4 nodes, 2 Gbit/s, parity", "8 nodes, parity"):
         samples = []
-        for measure in ("protect", "restore"):
+        for measure in ("protect", "restore", *(["protect at a pace"] if name == "2 nodes" else [])):
             more = {"held_nbytes": (5.0 * 2**20,), "moved_nbytes": (moved_mib * 2**20,)}
             samples.append(Sample(RAW, 1, {"seconds": (0.9, 0.8)}, measure=measure))
             samples.append(Sample(OURS, 1, {"seconds": (ours_s, 0.5), **more}, measure=measure))

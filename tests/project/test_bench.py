@@ -120,10 +120,14 @@ def test_protection_and_restores_are_judged_by_a_plain_copy_and_a_restore_by_wha
     slow = NODES.judged(nodes_result(ours_s=1.2, moved_mib=1.1))
     assert {what: bar.met for what, bar in slow.items()} == {
         "protection, 2 nodes, of a plain copy": False,
+        "protection at the default pace, 2 nodes, of a plain copy": False,
         "memory beyond snapshots and copies, 2 nodes": True,
         "restore of a lost node, 4 nodes, 2 Gbit/s, of a plain copy": True,
         "bytes moved / bytes lost, 8 nodes": False,
+        "restore of a lost node, 4 nodes, 2 Gbit/s, parity, of a plain copy": True,
+        "bytes moved / bytes lost, 8 nodes, parity": True,
     }
+    assert "| 8 nodes, parity | 1 | 0.90 | - | 1.00 | 0.90 | 1.00 |" in NODES.render(nodes_result())
 
 
 def test_copies_beside_training_may_make_a_step_3_percent_longer() -> None:

@@ -142,7 +142,7 @@ class ParityRows:
         peer makes."""
         id_, peers = offer.checkpoint_id, self._peers
         if peers is None or offer.sender not in peers.table.group:
-            raise ValueError("this node shares no parity with the sender")
+            return Declined("this node does not share parity with the sender, or does not know of it yet")
         with self._lock:
             gathering = self._gatherings.setdefault(id_, _Gathering())
         self._generations.expect(id_)

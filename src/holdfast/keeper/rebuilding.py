@@ -10,6 +10,7 @@ nodes of the group hash what they have again: so the one that rebuilds learns wh
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,9 +43,10 @@ from holdfast.protection.erasure import STRIP_NBYTES, add_multiple
 from holdfast.protection.stripes import FileRange, Striping
 from holdfast.store.base import Bytes
 
-#: Bytes of a chain that one request asks for, and number of requests at the same time.
-PIECE_NBYTES: Final = 8 * STRIP_NBYTES
-_NUM_PIECES: Final = 4
+#: Bytes of a chain that one request asks for, and number of requests at the same time. A piece is on one link after the
+#: other, so a chain needs many small ones to keep its links busy.
+PIECE_NBYTES: Final = 2 * STRIP_NBYTES
+_NUM_PIECES: Final = 12
 #: Limits for a sum to arrive; and for a node to hash again what it has, beside the time per byte.
 _SUM_S: Final = 15.0
 _CHECK_S: Final = 10.0
@@ -224,9 +226,14 @@ def _pieces(request: RebuildCopy, filling: CopyFilling) -> Iterator[_SumPiece]:
     striping, lost = request.group.striping, {nodes[number].identity for number in request.lost}
     receiver = _OUTSIDE if request.own is None else nodes[request.own].identity
     wanted = list(_wanted(striping, filling, receiver))
-    for chain in rebuild_chains(striping, lost, wanted):
-        for begin in range(0, chain.nbytes, PIECE_NBYTES):
-            yield _SumPiece(chain, begin, min(begin + PIECE_NBYTES, chain.nbytes))
+    chains = [list(_pieces_of(chain)) for chain in rebuild_chains(striping, lost, wanted)]
+    # Pieces of several chains are under way at the same time: so all links of the group carry some.
+    yield from filter(None, itertools.chain.from_iterable(itertools.zip_longest(*chains)))
+
+
+def _pieces_of(chain: RebuildChain) -> Iterator[_SumPiece]:
+    for begin in range(0, chain.nbytes, PIECE_NBYTES):
+        yield _SumPiece(chain, begin, min(begin + PIECE_NBYTES, chain.nbytes))
 
 
 def _wanted(striping: Striping, filling: CopyFilling, receiver: str) -> Iterator[LostRange]:
