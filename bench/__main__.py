@@ -99,7 +99,7 @@ def publish(root: Path) -> None:
     for result in found.values():
         require_raw_limit(result)
     rendered = {each.name: each.render(found[each.name]) for each in BENCHMARKS}
-    rendered[FRONT] = render_front(found["io"], found["engine"], found["small"])
+    rendered[FRONT] = render_front(found["io"], found["engine"], found["small"], found["nodes"])
     texts = documents(root, rendered) | {root / CHART: render_chart(found["io"], found["load"])}
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -44,9 +44,11 @@ class Cluster(NamedTuple):
     policy: Copies | Parity = Copies(1)
 
 
+#: The cluster whose links are shaped, so that a node does not share the speed of the others' links.
+SHAPED: Final = "4 nodes, 2 Gbit/s"
 CLUSTERS: Final = {
     "2 nodes": Cluster(2, None, 1024, (PROTECT, PACED)),
-    "4 nodes, 2 Gbit/s": Cluster(4, 2000, 128, (RESTORE,)),
+    SHAPED: Cluster(4, 2000, 128, (RESTORE,)),
     "8 nodes": Cluster(8, None, 32, ("moved",)),
     "4 nodes, 2 Gbit/s, parity": Cluster(4, 2000, 128, (RESTORE,), Parity(1)),
     "8 nodes, parity": Cluster(8, None, 32, ("moved",), Parity(1)),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from statistics import median
 
 from bench.contenders import THREAD
+from bench.emulated_nodes import RESTORE, SHAPED, of_plain
 from bench.engine import SAVES
 from bench.engine_turns import BESIDE_WORK
 from bench.markdown import NO_FIGURE, cpu, memory, table
@@ -33,8 +34,9 @@ svg { background: #ffffff }
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
-def render_front(saves: Result, engine: Result, small: Result) -> str:
+def render_front(saves: Result, engine: Result, small: Result, nodes: Result) -> str:
     (part,), background, many = saves.parts, engine.part(SAVES), small.part(SMALL_SAVES)
+    lost = nodes.part(SHAPED)
 
     def waits(name: str) -> str:
         keys = ("blocked_s", "step_wait_s")
@@ -49,10 +51,14 @@ def render_front(saves: Result, engine: Result, small: Result) -> str:
         able = {each.name for each in part.able}
         return lambda name: " + ".join(cost(part, name, measure) if name in able else NO_FIGURE for measure in MEASURES)
 
+    def lost_node(name: str) -> str:
+        return f"{median(of_plain(lost, RESTORE)):.2f}" if name == OURS else NO_FIGURE
+
     saved, scenario, num_cpus = many.scenario, part.scenario, part.environment.num_cpus
     rows: dict[str, Callable[[str], str]] = {
         "background save, ms: the call + what the next step waits": waits,
         f"save of {saved.state.num_tensors:,} small tensors, {saved.world} ranks, s": small_save_s,
+        f"one of {lost.scenario.world} nodes is lost: restore from the others, of a plain copy over TCP": lost_node,
         "CPU of a save + a load, s per GB": both(cpu),
         "extra memory of a rank in a save + in a load, MB": both(memory),
     }

@@ -9,20 +9,18 @@ status 1.
 from __future__ import annotations
 
 import argparse
-import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-import holdfast
 from demo.policies import live_by_policies
-from demo.processes import DemoError, Training, head_of, kill_all_in_copy, kill_in_save, node_memory
+from demo.processes import Training, head_of, kill_all_in_copy, kill_in_save, node_memory
 from demo.promises import Promise, close_losses, newest_from_memory, read_once, same_losses, same_state
 from demo.runs import Runs, data_nbytes, runs_in, store_of
-from demo.show import CONSOLE, draw, say, table_of
+from demo.show import draw, say
+from demo.telling import Told, tell_in
 from demo.witness import notes
 
 _OUT = Path("demo-out")
@@ -179,22 +177,12 @@ def main() -> None:
     if steps < _NUM_SAVES or steps % _NUM_SAVES:
         parser.error(f"--steps is a multiple of {_NUM_SAVES}, not {steps}")
     out = _OUT.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    # As Ctrl-C does: on its way out, what was started is ended.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        out.mkdir()
+
+    def story() -> Told:
         with runs_in(out, s3=options.s3) as runs:
-            promises = tell(out, runs, steps)
-    except KeyboardInterrupt:
-        sys.exit("demo: interrupted")
-    except (DemoError, holdfast.HoldfastError) as error:
-        sys.exit(f"demo: {error}")
-    CONSOLE.print(table_of(promises))
-    broken = [promise.text for promise in promises if not promise.kept]
-    if broken:
-        sys.exit(f"demo: {len(broken)} of {len(promises)} promises were broken. The first: {broken[0]}")
-    say(f"All {len(promises)} promises were kept. The picture: {_OUT / 'losses.png'}")
+            return Told(tell(out, runs, steps), f"The picture: {_OUT / 'losses.png'}")
+
+    tell_in(out, story)
 
 
 if __name__ == "__main__":

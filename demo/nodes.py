@@ -6,7 +6,6 @@ that is shown was seen in this run. A promise that was not kept ends it with sta
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import tempfile
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import holdfast
 from demo.cluster import ClusterJob, Held, NodeMemory
 from demo.page import Block, NodeBox, Phase, Picture, Story, page_of
-from demo.processes import DemoError, Training, head_of
+from demo.processes import Training, head_of
 from demo.promises import Promise, newest_from_peers, read_once, same_losses, same_state
 from demo.runs import data_nbytes
-from demo.show import CONSOLE, say, table_of
+from demo.show import say
+from demo.telling import Told, tell_in
 from demo.traffic import Traffic
 from demo.witness import notes
 from tests.support.nodes import Network, Node, missing
@@ -359,21 +358,12 @@ def main() -> None:
     if (reason := missing()) is not None:
         sys.exit(f"demo: {reason}")
     out = _OUT.resolve()
-    shutil.rmtree(out, ignore_errors=True)
-    # As Ctrl-C does: on its way out, what was started is ended.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        out.mkdir()
+
+    def story() -> Told:
         promises, page = tell(out)
-    except KeyboardInterrupt:
-        sys.exit("demo: interrupted")
-    except (DemoError, holdfast.HoldfastError) as error:
-        sys.exit(f"demo: {error}")
-    CONSOLE.print(table_of(promises))
-    broken = [promise.text for promise in promises if not promise.kept]
-    if broken:
-        sys.exit(f"demo: {len(broken)} of {len(promises)} promises were broken. The first: {broken[0]}")
-    say(f"All {len(promises)} promises were kept. The pictures: {page.relative_to(Path.cwd())}")
+        return Told(promises, f"The pictures: {page.relative_to(Path.cwd())}")
+
+    tell_in(out, story)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -28,6 +30,10 @@ _YES: Final = frozenset({"1", "true", "yes", "on"})
 _NO: Final = frozenset({"", "0", "false", "no", "off"})
 _TAIL: Final = re.compile(rb',"key":"([0-9a-f]{32})","hmac":"([0-9a-f]{64})"')
 _TAIL_NBYTES: Final = len(',"key":"') + 32 + len('","hmac":"') + 64 + len('"')
+
+#: Files of keys that the log has told of.
+_told: Final = set[str]()
+_log = logging.getLogger(__name__)
 
 
 class SigningKey(NamedTuple):
@@ -64,7 +70,7 @@ def keys() -> tuple[SigningKey, ...]:
     if path and written:
         raise _unusable(f"{FILE} and {KEYS} are both set")
     try:
-        text = Path(path).read_text(encoding="ascii") if path else written.replace(",", "\n")
+        text = _text_of(path) if path else written.replace(",", "\n")
     except (OSError, ValueError) as error:
         raise _unusable(f"the file '{path}' of {FILE} cannot be read ({error})") from error
     lines = [line.strip() for line in text.splitlines()]
@@ -72,6 +78,16 @@ def keys() -> tuple[SigningKey, ...]:
     if not found or not all(map(_KEY.fullmatch, found)):
         raise _unusable(f"the file '{path}'" if path else KEYS, "holds no key, or a line that is none")
     return tuple(SigningKey(bytes.fromhex(line)) for line in found)
+
+
+def _text_of(path: str) -> str:
+    """The text of a file with keys. The log tells once of one that all users of this machine may read."""
+    with Path(path).open(encoding="ascii") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if mode & stat.S_IROTH and path not in _told:
+            _told.add(path)
+            _log.warning("every user may read '%s' (mode %o), and sign with its keys: chmod 600 it", path, mode)
+        return file.read()
 
 
 def is_required() -> bool:

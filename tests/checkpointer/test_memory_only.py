@@ -244,7 +244,10 @@ def test_without_a_free_slot_it_is_skipped_at_once(
         handle = own.save(2, memory_only=True)
         assert time.monotonic() - begun_s < 5.0
         assert handle.skipped
-        assert "step 2 was skipped" in str(handle.staged.error)
+        told = str(handle.staged.error)
+        assert "step 2 was skipped: no slot of rank 0 is free." in told
+        assert "Memory(generations=3)" in told
+        assert "when_full" not in told, "such a save never waits"
         assert not [record for record in caplog.records if "skipped" in record.message]
     finally:
         os.kill(keeper, signal.SIGCONT)

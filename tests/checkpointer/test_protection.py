@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from holdfast import Checkpointer, Memory, RejectedSource
+from holdfast import Checkpointer, ConfigurationError, Memory, RejectedSource
 from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
@@ -162,12 +162,40 @@ def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
         assert each.restore().step is None
         with folder_of(run, node) as folder:
             until(lambda: len(slot_names(folder)) == len(copy_names(folder)) == 2, timeout_s=30)
+            dist.barrier()  # a rank that ends removes its slots
             return [rank_of(name) for name in copy_names(folder)]
 
 
 def test_nodes_take_memory_for_copies_before_the_first_save(tmp_path: Path, nodes: list[Path]) -> None:
     """They took it when the first snapshot was offered, so its protection took seconds per GiB."""
     assert run_ranks(2, restore_nothing, str(tmp_path / "run"), nodes[:2]) == [[1, 1], [0, 0]]
+
+
+def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Parity | None, call: str) -> str:
+    """Let ranks ask for different protection. Returns the error."""
+    start_new_job()
+    rank = dist.get_rank()
+    memory = Memory(node_dir=node_dirs[rank], protect=unlike if rank else COPIES)
+    with Checkpointer(run, sharded(-1, dim=0), memory=memory, timeout_s=20.0) as checkpointer:
+        with pytest.raises(ConfigurationError) as raised:
+            checkpointer.restore() if call == "restore" else checkpointer.save(0).durable.wait(20)
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("unlike", [None, Parity(1)], ids=str)
+@pytest.mark.parametrize("call", ["restore", "save"])
+def test_ranks_that_want_other_protection_than_others_hear_that_at_once(
+    tmp_path: Path, nodes: list[Path], unlike: Parity | None, call: str
+) -> None:
+    """Some ranks waited until their time was up, and with two policies, that of rank 0 won without a word."""
+    error, other = run_ranks(2, want_unlike, str(tmp_path / "run"), nodes[:2], unlike, call)
+    assert error == other
+    told = "none" if unlike is None else repr(unlike)
+    assert (
+        f"[config.unlike_protection] the ranks want their snapshots protected in different ways: rank 0 {COPIES!r}"
+        in error
+    )
+    assert f"rank 1 {told}." in error
 
 
 def damage_copies(run: str, node: Path, step: int) -> int:

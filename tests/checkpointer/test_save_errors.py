@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.checkpointer.save_errors import stopped, unless_known
+from holdfast.checkpointer.save_errors import skipped_in_memory, stopped, too_slow, unless_known
+from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
 from holdfast.signing import KEYS, signed
 
 
@@ -24,3 +25,14 @@ def test_a_keeper_without_the_key_of_its_job_is_not_waited_for_in_vain(monkeypat
         signed(b"{")
     assert "Do what the error of the last attempt says" in unless_known(str(caught.value), "Wait longer.")
     assert unless_known("[storage.unavailable] the store is away.", "Wait longer.") == "Wait longer."
+
+
+@pytest.mark.parametrize(
+    ("world_size", "named"), [(1, "rank 0 "), (2, "ranks 0, 1 "), (9, "ranks 0, 1, 2, 3, 4, 5, 6, 7 ... ")]
+)
+def test_ranks_without_a_free_slot_are_named_in_a_sentence(world_size: int, named: str) -> None:
+    full = MemoryStatus(None, is_free=False, oldest=None, given_up=(), is_as_before=True)
+    found = SnapshotRoom.of([full] * world_size, "run")
+    assert f"No slot of {named}became free" in str(too_slow(found, 60))
+    assert f"the snapshots of {named}are not durable yet" in found.why_full
+    assert f"no slot of {named}is free" in str(skipped_in_memory(3, found))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.compare import Comparison, compare
+from holdfast.checkpoint.stored_checkpoint import Checkpoint
+from holdfast.cli import diff as comparing
 from holdfast.format.values import Items, Node, Open, PerRankNode, Plain, TableNode
 from holdfast.plan.layout import Mesh, Shard
+from holdfast.run.leases import want_leases
+from holdfast.store.base import Location
+from holdfast.store.urls import open_store
 from tests.support.command_line import Stored, at_terminal, damage, holdfast_command, rows, stored_run
+from tests.support.nursery import until
 
 
 def floats(*values: float, ranks: int = 1) -> Stored:
@@ -165,3 +174,22 @@ def test_only_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
     assert "comparing" in at_terminal("diff", *map(str, paths)).out
     assert "comparing" not in at_terminal("diff", "--json", *map(str, paths)).out
     assert holdfast_command("diff", *paths).err == ""
+
+
+def test_a_policy_deletes_neither_side_while_diff_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = str(tmp_path / "run")
+    for step in (1, 2):
+        holdfast.save(run, {"w": torch.zeros(10)}, step)
+    storage = open_store(Location(run))
+    want_leases(storage)
+
+    def leases() -> int:
+        return sum(".until-" in name for name in storage.list("pins"))
+
+    def read(*sides: Checkpoint, **options: Any) -> Comparison:
+        until(lambda: leases() == 2)
+        return compare(*sides, **options)
+
+    monkeypatch.setattr(comparing, "compare", read)
+    assert comparing.diff(f"{run}@1.1", f"{run}@1.2", stat=False, names="", as_json=True)
+    until(lambda: leases() == 0)

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint.fault import Fault
+from holdfast.cli import verify as verifying
 from holdfast.format.records import Place, commit_key
 from holdfast.run.history import Run
+from holdfast.run.leases import want_leases
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
 from tests.support.command_line import (
@@ -29,6 +32,7 @@ from tests.support.command_line import (
     rows,
     stored_run,
 )
+from tests.support.nursery import until
 from tests.support.published import EPOCHS, RUN_ID, begin, put
 
 LARGE_NBYTES = 512 << 20
@@ -306,3 +310,20 @@ def test_closed_and_full_outputs_do_not_look_like_a_finding(run: Path) -> None:
             done = subprocess.run([*python, *command], stdout=full, stderr=subprocess.PIPE, check=False)
         assert done.returncode
         assert code in done.stderr, "an error that standard output does not take is on standard error"
+
+
+def test_a_policy_deletes_no_checkpoint_while_verify_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holdfast.save(tmp_path / "run", {"w": torch.zeros(10)}, 1)
+    storage = open_store(Location(str(tmp_path / "run")))
+    want_leases(storage)
+    found: list[list[str]] = []
+
+    def read(*_: object, **__: object) -> list[Fault]:
+        until(lambda: any(".until-" in name for name in storage.list("pins")))
+        found.append(storage.list("pins"))
+        return []
+
+    monkeypatch.setattr(verifying, "verify_checkpoint", read)
+    assert verifying.verify(str(tmp_path / "run"), deep=True, every=False, as_json=True)
+    assert len(found) == 1
+    until(lambda: not any(".until-" in name for name in storage.list("pins")))

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 import holdfast
+from holdfast.cli import cp as copy_command
 from holdfast.copying.run_copy import CopyOutcome, RunCopy
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError, StorageError
 from holdfast.format.records import Place, commit_key
@@ -511,3 +512,17 @@ class TestTwoCallsInAStoreWithoutLocks:
         copy = Run.open(target)
         for place in copy.places():
             check(copy, copy.commit(place))
+
+
+def test_an_interrupted_cp_says_that_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copy_command, "copy_by", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        copy_command.cp("a", "b", skip_damaged=False, read_back=False, as_json=False)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "the same command goes on from there" in shown.err

@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -494,3 +496,38 @@ def test_modules_and_optimizers_are_saved_by_their_state_dict(tmp_path: Path) ->
     dcp.load({"model": other.model, "optim": other.optimizer}, checkpoint_id=tmp_path / "c")
     other.step = 2
     assert contents(other) == contents(app)
+
+
+#: A process in which torch lacks what version 2.6 lacked.
+OLDER_TORCH = """
+import sys
+from pathlib import Path
+import torch
+from torch.distributed.checkpoint import staging, state_dict_saver
+del state_dict_saver.AsyncCheckpointerType, state_dict_saver.AsyncSaveResponse
+del staging.DefaultStager, staging.StagingOptions
+import holdfast
+assert all(getattr(holdfast, name) for name in holdfast.__all__)
+from holdfast import dcp
+folder, state = Path(sys.argv[1]), {"w": torch.arange(6.0)}
+dcp.save(state, checkpoint_id=folder / "step-1")
+into = {"w": torch.zeros(6)}
+dcp.load(into, checkpoint_id=folder / "step-1")
+assert torch.equal(into["w"], state["w"])
+try:
+    dcp.async_save(state, checkpoint_id=folder / "step-2")
+except holdfast.ConfigurationError as error:
+    print(error.code, error)
+"""
+
+
+def test_a_torch_whose_stagers_do_not_copy_saves_and_loads_and_refuses_to_save_in_the_background(
+    tmp_path: Path,
+) -> None:
+    """`holdfast.dcp`, and `from holdfast import *` with it, could not be imported with torch 2.6."""
+    command = [sys.executable, "-W", "ignore", "-c", OLDER_TORCH, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "config.dcp_option" in done.stdout
+    assert "do not copy the state" in done.stdout
+    assert not (tmp_path / "step-2").exists()

@@ -63,6 +63,8 @@ _PATIENCE_S: Final = TIMEOUT_S + 40.0
 _STAGE_S: Final = 45.0
 #: Time for which a disturbance lasts.
 _DISTURBED_S: Final = 0.3
+#: The speed of a slow link, Mbit/s: slots of these states take seconds.
+_SLOW_MBIT: Final = 16.0
 #: Networks have addresses for more nodes, but each history may lose some.
 _MOST_STARTED: Final = 200
 
@@ -327,6 +329,9 @@ class Play:
             yield job
         finally:
             job.end()
+            for node in job.members:
+                if node in self._network.nodes:
+                    node.slow(None)
 
     def _keep(self, node: Node) -> None:
         """Start a keeper on a node that has none. Ranks find it; else they start one by a command, which takes long."""
@@ -415,10 +420,12 @@ class Play:
         self._tell(f"job {job.number} saves {step}: {planned}")
         self._begin(job, step, planned)
         if planned.disturbance is not None:
-            self._reports.disturb(job.number)
+            if planned.disturbance != "slow the link":  # which delays protection, and is no trouble
+                self._reports.disturb(job.number)
             self._disturb(job, planned.disturbance, planned.node)
         statuses = job.answers(SaveStatus)
         if statuses[0].is_skipped:
+            assert planned.memory_only, f"step {step} waited for memory in vain: {statuses}"
             self.counts["skipped"] += 1
             return
         parent = self._parents[job.number]
@@ -476,6 +483,8 @@ class Play:
             node.stop()
             time.sleep(_DISTURBED_S)
             node.go_on()
+        elif disturbance == "slow the link":
+            node.slow(_SLOW_MBIT)
         else:
             with self._parted([node]):
                 time.sleep(_DISTURBED_S)

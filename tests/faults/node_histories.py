@@ -19,7 +19,7 @@ from holdfast.format.records import Place
 
 Policy: TypeAlias = Copies | Parity
 Awaited: TypeAlias = Literal["nothing", "staged", "protected", "durable"]
-Disturbance: TypeAlias = Literal["kill the keeper", "stop the node", "cut the node off"]
+Disturbance: TypeAlias = Literal["kill the keeper", "stop the node", "cut the node off", "slow the link"]
 End: TypeAlias = Literal["kill", "kill one rank", "close", "lose nodes"]
 Between: TypeAlias = Literal["lose a node", "reboot a node", "kill the keepers", "replace a node"]
 Side: TypeAlias = Literal["all", "near", "both"]
@@ -41,7 +41,8 @@ MOST_NODES: Final = 5
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """A save, what the job then waits for, and what befalls node number `node` (modulo the nodes) during the save."""
+    """A save, what the job then waits for, and what befalls node number `node` (modulo the nodes) during the save. (A
+    link stays slow as long as the job lives, so protection lags behind saves.)"""
 
     memory_only: bool
     awaits: Awaited
@@ -130,11 +131,11 @@ def _draw_job(dice: random.Random, most: int, least: int, *, is_first: bool) -> 
 
 
 def _draw_save(dice: random.Random) -> PlannedSave:
-    kinds: Sequence[Disturbance] = ("kill the keeper", "stop the node", "cut the node off")
+    kinds: Sequence[Disturbance] = ("kill the keeper", "stop the node", "cut the node off", "slow the link")
     return PlannedSave(
         memory_only=dice.random() < 0.75,
         awaits=dice.choice(("nothing", "staged", "protected", "protected", "protected", "durable")),
-        disturbance=dice.choice(kinds) if dice.random() < 0.12 else None,
+        disturbance=dice.choice(kinds) if dice.random() < 0.16 else None,
         node=dice.randrange(8),
         note_nbytes=dice.choice((0, 0, 100, 5_000, 150_000)),
     )

@@ -99,6 +99,20 @@ def test_a_save_survives_a_passing_failure_and_commits_once(
     assert (head_of(run), steps_of(run)) == (2, [1, 2])
 
 
+@pytest.mark.parametrize(
+    ("target", "code"),
+    [("*partNumber=2*", "XAmzContentSHA256Mismatch"), ("*uploadId=*", "InvalidPart"), ("*/history/*", "BadDigest")],
+)
+def test_bytes_that_change_on_their_way_are_sent_again_when_the_store_refuses_them(
+    run: str, far_run: str, proxy: FaultProxy, target: str, code: str
+) -> None:
+    method = "POST" if code == "InvalidPart" else "PUT"
+    with proxy.faults(on(method, target).once().answers(400, code=code)):
+        saved(far_run, 1, num_elements=NUM_ELEMENTS)
+        assert proxy.count(method, target) > 1
+    assert (head_of(run), steps_of(run)) == (1, [1])
+
+
 @pytest.mark.slow
 def test_a_part_that_fails_for_ever_fails_the_save_and_the_head_stays(
     run: str, far_run: str, proxy: FaultProxy

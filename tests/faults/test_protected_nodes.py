@@ -4,7 +4,8 @@ still, are slow, cut off, replaced or wrong. What was protected is restored bit 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -67,6 +68,16 @@ def until_protected(job: NodeJob) -> None:
         job.log.let(f"pass-{step}")
     job.until_told("paused", step=STEP)
     assert job.newest("protected") == STEP - 1
+
+
+@contextmanager
+def protected_job(
+    spec: Spec, nodes: Sequence[Node], launcher: Node, *, clocks: Clocks | None = None
+) -> Iterator[NodeJob]:
+    """A job with keepers on these nodes, which stands still before `STEP`, when all earlier steps are protected."""
+    with node_job(spec, nodes, launcher, keepers=True, clocks=clocks) as job:
+        until_protected(job)
+        yield job
 
 
 def goes_on(
@@ -137,8 +148,7 @@ def test_what_was_protected_survives_the_loss_of_a_node_in_any_phase_of_the_next
     number = 2 if loss.role == "trainer" else nodes[2].number
     deed = Deed(loss.role, loss.point, number, stalls=True)
     spec = spec_of(run, tmp_path / "log", durable_every=STEP if loss.is_durable else 100, deeds=(deed,))
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         lost = nodes[2] if loss.lost == "its own" else job.partner(nodes[2])
         job.log.let(f"armed-{loss.role}")
         job.log.let(f"pass-{STEP}")
@@ -164,8 +174,7 @@ def test_two_nodes_lost_at_once_cost_memory_only_if_they_held_each_others_copies
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         partner = job.partner(nodes[0])
         second = partner if together else next(node for node in nodes[1:] if node is not partner)
         for node in (nodes[0], second):
@@ -181,8 +190,7 @@ def test_a_replacement_with_another_address_gets_its_part_from_a_peer_and_is_pro
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher):
         nodes[0] = network.replace(nodes[0])
     assert goes_on(spec, nodes, launcher, truth) == Restored(STEP - 1, "peer memory")
 
@@ -193,8 +201,7 @@ def test_a_node_that_boots_gets_its_part_from_a_peer(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher):
         nodes[3].reboot()
     assert goes_on(spec, nodes, launcher, truth) == Restored(STEP - 1, "peer memory")
 
@@ -209,8 +216,7 @@ def test_a_keeper_that_is_started_again_goes_on_to_protect(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log", durable_every=STEP, last="protected")  # one that waits for a slot
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         job.keepers[nodes[number]].kill()
         job.log.let(f"pass-{STEP}")
         until_last_is_protected(job)
@@ -232,8 +238,7 @@ def test_a_node_that_stands_still_delays_protection_until_it_goes_on(
         last="protected",
         deeds=(Deed("keeper", "OfferCopy.asked", nodes[2].number, stalls=True),),
     )
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         partner = job.partner(nodes[2])
         job.log.let("armed-keeper")
         job.log.let(f"pass-{STEP}")
@@ -255,8 +260,7 @@ def test_a_node_that_never_goes_on_leaves_what_was_protected(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         nodes[1].stop()
         job.log.let(f"pass-{STEP}")
         job.until_told("saved", step=STEP - 1)
@@ -273,8 +277,7 @@ def test_a_slow_link_delays_protection_and_not_training(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log", last="protected")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         nodes[1].slow(1)  # its part of a snapshot takes 3 s each way
         begun_s = time.monotonic()
         job.log.let(f"pass-{STEP}")
@@ -291,8 +294,7 @@ def test_wrong_clocks_change_nothing(network: Network, launcher: Node, run: str,
     nodes = network.start(4)
     clocks = dict(zip(nodes, (-3600.0, 0.0, 86400.0, 40.0), strict=True))
     spec = spec_of(run, tmp_path / "log", last="protected")
-    with node_job(spec, nodes, launcher, keepers=True, clocks=clocks) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher, clocks=clocks) as job:
         job.log.let(f"pass-{STEP}")
         until_last_is_protected(job)
         nodes.pop(2).lose()
@@ -305,8 +307,7 @@ def test_a_copy_whose_bits_flip_is_not_restored(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         partner = job.partner(nodes[1])
         assert flip_copies(spec, partner, step=STEP - 1) == 1
         nodes.pop(1).lose()
@@ -337,8 +338,7 @@ def test_two_sides_of_a_partition_never_both_commit(
 ) -> None:
     nodes = network.start(4)
     spec = spec_of(run, tmp_path / "log")
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         near = [nodes[0], next(node for node in nodes[1:] if node is not job.partner(nodes[0]))]
         far = [node for node in nodes if node not in near]
         assert {job.partner(node) for node in near} == set(far)  # so each side has all files
@@ -381,8 +381,7 @@ def test_a_job_goes_on_whose_predecessors_last_save_is_committed_in_the_middle_o
     late = (Deed("keeper", "seal.asked", node.number, stalls=True) for node in nodes)
     deeds = (Deed("keeper", "OfferCopy.asked", lost.number, stalls=True), *late)
     spec = replace(spec_of(run, tmp_path / "log", deeds=deeds), stop=STEP + 1)
-    with node_job(spec, nodes, launcher, keepers=True) as job:
-        until_protected(job)
+    with protected_job(spec, nodes, launcher) as job:
         job.log.let("armed-keeper")
         job.log.let(f"pass-{STEP}")
         job.until_told("ended")  # then keepers make the last save durable

@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 import holdfast
-from holdfast import Checkpointer, ConfigurationError, EverySteps, HoldfastError, Memory
+from holdfast import Checkpointer, ConfigurationError, EverySteps, HoldfastError, Memory, signing
 from holdfast.format import records
 from holdfast.format.container import TABLE_OFFSET
 from holdfast.signing import FILE, KEYS, REQUIRED, SIGNED, SigningKey, keys
@@ -329,3 +329,19 @@ def test_a_signed_run_in_a_bucket_is_written_in_order_and_read_by_ranges(
     assert torch.equal(holdfast.open(url)["w"][-100:], many[-100:])
     monkeypatch.delenv(KEYS)
     assert code(lambda: holdfast.open(url)) == "config.signing_key"
+
+
+def test_the_log_tells_once_of_a_key_file_that_every_user_may_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "key"
+    path.write_text(ONE)
+    monkeypatch.setenv(FILE, str(path))
+    path.chmod(0o640)
+    signing.keys()
+    assert caplog.text == ""
+    path.chmod(0o644)
+    for _ in range(2):
+        assert len(signing.keys()) == 1
+    assert caplog.text.count("chmod 600") == 1
+    assert ONE not in caplog.text

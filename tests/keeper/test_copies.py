@@ -17,7 +17,8 @@ from holdfast.keeper import daemon, peer_memory, protecting, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
-from holdfast.node_memory.generations import give_up_generation, protected_ids
+from holdfast.keeper.peer_memory import KEPT
+from holdfast.node_memory.generations import give_up_generation, protected_ids, unmark_protected
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import (
@@ -33,7 +34,7 @@ from holdfast.node_memory.peering import (
     peer_trouble,
 )
 from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
-from holdfast.peers.peer_messages import CopyKept, CopyWanted, OfferCopy
+from holdfast.peers.peer_messages import CopyKept, CopyWanted, Declined, OfferCopy
 from holdfast.run.history import Run
 from tests.keeper.test_keeper_promises import Later, looked
 from tests.keeper.test_persist import CHECKPOINT, Saved, assert_loads
@@ -296,6 +297,20 @@ def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
     assert copy_in(folders[1], stack).state == SlotState.HELD
 
 
+def test_a_slot_that_was_given_up_is_freed_although_a_lost_peer_does_not_take_it(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved.slots[1].remove()  # so the checkpoint is never durable
+    keepers = keepers_of(folders, stack)
+    go_on = Event()
+    stack.callback(go_on.set)
+    monkeypatch.setattr(PeerCopies, "offer", lambda *_: go_on.wait(30))
+    until(lambda: looked(keepers[0]) and keepers[0].owes and keepers[0]._protection.is_sending)
+    assert saved.slots[0].refresh().state == SlotState.SEALED
+    give_up_generation(folders[0], CHECKPOINT)
+    until(lambda: looked(keepers[0]) and saved.slots[0].refresh().state == SlotState.FREE, timeout_s=10)
+
+
 def test_the_nodes_of_a_new_job_protect_what_those_of_the_last_one_protected(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack
 ) -> None:
@@ -318,3 +333,66 @@ def test_the_trouble_of_an_earlier_keeper_does_not_outlive_it(
     until(lambda: look(*keepers) and peer_trouble(folders[0]) == "")
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     assert peer_trouble(folders[0]) == ""
+
+
+def test_a_node_that_missed_the_mark_of_protection_gets_it_when_it_says_again_that_its_copies_are_kept(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+    for restarted in (False, True):
+        if restarted:  # the next keeper of the first node has counted nothing
+            keepers[0].close()
+            keepers[0] = Keeper(folders[0])
+            stack.callback(keepers[0].close)
+        unmark_protected(folders[1], CHECKPOINT)  # as if the message had been lost
+        until(lambda: look(*keepers) and protected_ids(folders[1]) == {CHECKPOINT})
+
+
+def test_saves_do_not_wait_for_ever_for_a_mark_because_another_node_cannot_be_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    keepers = keepers_of(folders, stack)
+    offer = keepers[0]._copies.offer
+    with monkeypatch.context() as patched:  # the first node has no room, and the second one has
+        patched.setattr(keepers[0]._copies, "offer", lambda _: Declined("there is no room"))
+        until(lambda: look(*keepers) and "there is no room" in peer_trouble(folders[1]))
+        until(lambda: look(*keepers) and "does not say that all nodes have theirs" in peer_trouble(folders[0]))
+        assert not protected_ids(folders[0])
+    assert keepers[0]._copies.offer == offer
+    until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+    until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def steps_in(folder: NodeFolder, rank: int) -> set[str]:
+    """The ids of the checkpoints of which a node has whole copies of `rank`."""
+    found = set()
+    with ExitStack() as stack:
+        for name in copy_names(folder):
+            slot = stack.enter_context(Slot(folder, name))
+            if slot.rank == rank and slot.state in KEPT and slot.record.contents is not None:
+                found.add(slot.record.contents.checkpoint_id)
+    return found
+
+
+def test_the_copy_of_the_protected_checkpoint_stays_while_newer_ones_cannot_be_protected(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second unprotected one took its place, though a loss of the owner was to leave the protected one."""
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    keepers = keepers_of(folders, stack)
+    until(lambda: look(*keepers) and _is_protected(saved, folders))
+    later: Saved | Later = saved
+    id_ = CHECKPOINT
+    with monkeypatch.context() as patched:
+        patched.setattr(keepers[0]._copies, "offer", lambda _: Declined("there is no room"))
+        for _ in range(3):
+            later = _later(later, folders, stack)
+            id_ = later.generation.checkpoint_id
+            until(lambda id_=id_: look(*keepers) and id_ in steps_in(folders[1], 0))  # type: ignore[misc]
+            assert CHECKPOINT in steps_in(folders[1], 0)
+        assert len(copy_names(folders[1])) == 3
+    until(lambda: look(*keepers) and _is_protected(later, folders))
+    until(lambda: look(*keepers) and len(copy_names(folders[1])) == 2)
+    assert id_ in steps_in(folders[1], 0)

@@ -120,17 +120,18 @@ def test_nothing_is_protected_until_all_nodes_have_sealed_their_slots(made: Made
     nodes.protect(snapshot)
 
 
-def test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed(made: Made) -> None:
+@pytest.mark.parametrize("at", [-1, pytest.param(0, marks=pytest.mark.slow)], ids=["data", "header"])
+def test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed(made: Made, at: int) -> None:
     nodes = made(1)
     snapshot = Snapshot(nodes, 1).stage(nodes, only=(1, 2, 3, 4))
     until(lambda: nodes.look() and all(slot.refresh().state != SlotState.STAGED for slot in snapshot.slots))
     contents = snapshot.slots[0].record.contents
     assert contents is not None
-    snapshot.slots[0].data[contents.nbytes - 1] ^= 1
+    snapshot.slots[0].data[at % contents.nbytes] ^= 1
     snapshot.stage(nodes, only=(0,))
     until(lambda: nodes.look() and any("has changed on the way" in peer_trouble(folder) for folder in nodes.folders))
     assert not any(protected_ids(folder) for folder in nodes.folders)
-    snapshot.slots[0].data[contents.nbytes - 1] ^= 1
+    snapshot.slots[0].data[at % contents.nbytes] ^= 1
     nodes.protect(snapshot)
     for number in range(5):
         for row in rows_of(nodes, number, snapshot):

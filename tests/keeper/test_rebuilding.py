@@ -7,12 +7,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.keeper import rebuilding
 from holdfast.node_memory.parity_records import ParityGroup
-from holdfast.node_memory.slots import Slot, SlotState, copy_names, parity_names
-from holdfast.peers.peer_messages import CopyKept, Declined, NodesFailed, PeerReply
+from holdfast.node_memory.slots import Contents, Slot, SlotState, copy_names, parity_names
+from holdfast.peers.peer_messages import (
+    CopyKept,
+    CopyWanted,
+    Declined,
+    GetSum,
+    NodesFailed,
+    OfferCopy,
+    PeerReply,
+    RebuildCopy,
+    SumHop,
+    SumPart,
+)
 from tests.keeper.parity_nodes import ParityNodes, Snapshot
 
 MIB = 1 << 20
@@ -160,3 +172,46 @@ def test_more_losses_than_the_parity_covers_and_chains_that_nobody_makes_are_ref
     group = nodes.group_of(snapshot, 0)
     replies = rebuilt(nodes, snapshot, (0, 1), 2, group)
     assert not any(isinstance(reply, CopyKept | NodesFailed | Declined) for reply in replies)
+
+
+def test_sums_whose_sizes_do_not_fit_are_refused(tmp_path: Path, stack: ExitStack) -> None:
+    nodes, snapshot = protected(tmp_path, stack, 1, SIZES[:3])
+    sums, slot = nodes.keepers[0]._protection._sums, snapshot.slots[0]
+    hop, limit = SumHop("", 1, 8, 8, (SumPart(0, 0, 8),)), rebuilding.PIECE_NBYTES
+    assert sums.sum(GetSum(snapshot.id, 8, (hop,))).tobytes() == slot.data[:8].tobytes()
+    for nbytes, *hops in (
+        (7, hop),
+        (9, hop),
+        (8, msgspec.structs.replace(hop, nbytes=9)),
+        (limit + 1, msgspec.structs.replace(hop, nbytes=limit + 1, sum_nbytes=limit + 1)),
+        (8, msgspec.structs.replace(hop, sum_nbytes=9), hop),
+    ):
+        with pytest.raises(ValueError, match="sizes of a chain do not fit"):
+            sums.sum(GetSum(snapshot.id, nbytes, tuple(hops)))
+    for wrong in (
+        msgspec.structs.replace(hop, parts=(SumPart(0, 0, 7),)),
+        msgspec.structs.replace(hop, parts=(SumPart(0, 0, 8), SumPart(1, 0, 1))),
+    ):
+        with pytest.raises(ValueError, match="another size than its parts"):
+            sums.sum(GetSum(snapshot.id, 8, (wrong,)))
+
+
+def test_requests_to_rebuild_what_the_group_does_not_have_are_refused(tmp_path: Path, stack: ExitStack) -> None:
+    nodes, snapshot = protected(tmp_path, stack, 1, SIZES[:3])
+    group, keeper = nodes.group_of(snapshot, 0), nodes.keepers[2]
+    addresses = (nodes.address(0), "", nodes.address(2))
+    contents = snapshot.slots[2].record.contents  # of node 1, which is lost
+    assert contents is not None
+
+    def rebuild(contents: Contents, lost: tuple[int, ...], addresses: tuple[str, ...]) -> PeerReply:
+        wanted = keeper._copies.offer(OfferCopy(contents, snapshot.slots[2].refresh().digests[:1], 0))
+        assert isinstance(wanted, CopyWanted)
+        return keeper._protection._rebuilder.rebuild(RebuildCopy(wanted.token, group, lost, addresses, 2))
+
+    for lost, others in (((1,), addresses[:2]), ((1, 7), addresses)):
+        with pytest.raises(ValueError, match="nodes of a group do not fit"):
+            rebuild(contents, lost, others)
+    for change in ({"nbytes": contents.nbytes - 1}, {"data_start": contents.data_start - 8}, {"file": 9}):
+        with pytest.raises(ValueError, match="the group has no file"):
+            rebuild(msgspec.structs.replace(contents, **change), (1,), addresses)
+    assert rebuild(contents, (1,), addresses) == CopyKept()

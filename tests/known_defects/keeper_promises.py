@@ -335,12 +335,6 @@ KEEPER_MUTATIONS = [
         "contents.run_id != newest.run_id or contents.place < newest.place\n",
         "contents.run_id != newest.run_id or contents.place != newest.place\n",
     ),
-    Mutation(  # keeper gives up while read
-        "keeper/test_keeper_promises.py::test_a_generation_that_was_given_up_is_not_freed_while_it_is_read",
-        "keeper/daemon.py",
-        "if slot.state in OWED and name not in being_read]",
-        "if slot.state in OWED]",
-    ),
     Mutation(  # keeper gives back tended
         "keeper/test_keeper_promises.py::test_memory_of_a_rank_that_a_living_process_has_claimed_stays",
         "keeper/daemon.py",

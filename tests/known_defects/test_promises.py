@@ -1,6 +1,6 @@
-"""The storage contract and the keeper's promises: if the code breaks any of them, some test fails.
+"""The storage contract, and the promises of keepers: if the code breaks any of them, some test fails.
 
-`storage_promises.py` and `keeper_promises.py` list them.
+`storage_promises.py`, `keeper_promises.py` and `peer_promises.py` list them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import pytest
 
 from tests.known_defects.keeper_promises import KEEPER_MUTATIONS
 from tests.known_defects.mutants import Mutation, assert_found, sound_library
+from tests.known_defects.peer_promises import PEER_MUTATIONS
 from tests.known_defects.storage_promises import STORAGE_MUTATIONS
 
-MUTATIONS = [*STORAGE_MUTATIONS, *KEEPER_MUTATIONS]
+MUTATIONS = [*STORAGE_MUTATIONS, *KEEPER_MUTATIONS, *PEER_MUTATIONS]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def test_the_folder_is_made_for_this_user_alone_whatever_the_umask(tmp_path: Pat
         os.umask(before)
     assert folder.path.parent == tmp_path / f"holdfast-{os.geteuid()}"
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.path.parent)] == [0o700, 0o700]
+
+
+def test_threads_that_list_the_folder_at_the_same_time_see_all_of_it(folder: NodeFolder) -> None:
+    """They shared the position in one open directory, so each missed some of the slots, generations and marks."""
+    for number in range(1000):
+        os.close(folder.create(f"slot-{number}"))
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: len(folder.names()), range(200)))
+    assert found == [1000] * 200
 
 
 def test_processes_of_one_run_find_one_folder_and_other_runs_others(folder: NodeFolder, tmp_path: Path) -> None:

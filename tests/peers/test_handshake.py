@@ -96,6 +96,16 @@ def test_a_client_with_another_secret_is_told_so_and_may_try_again() -> None:
     assert keeper.requests == [Finish(1)]
 
 
+def test_the_proofs_of_both_ends_bind_both_hellos_and_the_role_of_the_prover() -> None:
+    with listening(StubKeeper()) as listener, raw_socket(listener.address) as connection:
+        mine = hello(b"C")
+        connection.sendall(mine)
+        theirs = exactly(connection, HELLO.size)
+        connection.sendall(proof(SECRET, b"C", mine, theirs))
+        answer = exactly(connection, VERDICT.size)
+        assert answer == VERDICT.pack(Verdict.WELCOME, proof(SECRET, b"S", mine, theirs))
+
+
 def test_a_server_does_not_prove_anything_to_a_client_with_another_secret() -> None:
     with listening(StubKeeper()) as listener, raw_socket(listener.address) as connection:
         connection.sendall(hello(b"C"))
@@ -146,13 +156,14 @@ def test_a_server_that_sends_everything_back_is_recognised() -> None:
     assert (error.code, error.retryable) == ("config.peer", False)
 
 
-def test_a_listener_whose_hello_is_sent_back_to_it_is_not_deceived() -> None:
+def test_a_listener_whose_hello_is_sent_back_to_it_is_not_deceived(caplog: pytest.LogCaptureFixture) -> None:
     """With the listener's own hello, as it is or with the role of a client, and with the listener's own proof."""
     keeper = StubKeeper()
     with listening(keeper) as listener:
         with raw_socket(listener.address) as connection:
             connection.sendall(hello(b"S"))
             assert len(rest(connection)) == HELLO.size
+        wait_until(lambda: "it sends messages back to their sender" in caplog.text)
         with raw_socket(listener.address) as first, raw_socket(listener.address) as second:
             first.sendall(hello(b"C"))
             theirs = exactly(first, HELLO.size)

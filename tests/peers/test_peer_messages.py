@@ -18,8 +18,8 @@ from holdfast.peers.peer_messages import (
     Finish,
     GetRange,
     GetSum,
-    HeldSlot,
-    HeldSlots,
+    ListedSlot,
+    ListedSlots,
     ListHeld,
     MarkProtected,
     NodesFailed,
@@ -66,7 +66,7 @@ REQUESTS = (
 )
 REPLIES = (
     CopyWanted(5, True),
-    HeldSlots((HeldSlot(CHECKPOINT, SLOT),)),
+    ListedSlots((ListedSlot(CHECKPOINT, SLOT),)),
     CopyKept(),
     Declined("no room"),
     Damaged("block 3"),

@@ -466,25 +466,28 @@ def test_the_table_command_rewrites_the_tables_and_draws_the_charts(tmp_path: Pa
     publish(tmp_path)
     rendered = {each.name: each.render(FOUND[each.name]) for each in BENCHMARKS}
     assert (tmp_path / TABLES).read_text() == page(rendered)
-    front = render_front(FOUND["io"], FOUND["engine"], FOUND["small"])
+    front = render_front(FOUND["io"], FOUND["engine"], FOUND["small"], FOUND["nodes"])
     assert (tmp_path / README).read_text() == place("front", front)
     assert (tmp_path / CHART).read_text() == render_chart(FOUND["io"], LOADS)
     assert (tmp_path / PLANNING).read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_short_table_takes_its_figures_from_all_benchmarks() -> None:
-    lines = render_front(io_result(SECONDS), engine_result(), small_result()).splitlines()
+    lines = render_front(io_result(SECONDS), engine_result(), small_result(), FOUND["nodes"]).splitlines()
     assert lines[2].startswith("| background save, ms: the call + what the next step waits | 10 + ")
     assert lines[3] == "| save of 10,000 small tensors, 8 ranks, s | 0.90 | 40.00 | - |"
-    assert lines[4] == "| CPU of a save + a load, s per GB | - + - | 1.00 + 1.00 | - + - |"
-    assert lines[5] == "| extra memory of a rank in a save + in a load, MB | - + - | 3 + 3 | - + - |"
+    lost = "one of 2 nodes is lost: restore from the others, of a plain copy over TCP"
+    assert lines[4] == f"| {lost} | 0.90 | - | - |"
+    assert lines[5] == "| CPU of a save + a load, s per GB | - + - | 1.00 + 1.00 | - + - |"
+    assert lines[6] == "| extra memory of a rank in a save + in a load, MB | - + - | 3 + 3 | - + - |"
 
 
 def test_the_chart_and_the_short_table_of_the_readme_are_those_of_the_results() -> None:
-    saves, loads, engine, small = (read_result(name, ROOT / RESULTS) for name in ("io", "load", "engine", "small"))
+    names = ("io", "load", "engine", "small", "nodes")
+    saves, loads, engine, small, nodes = (read_result(name, ROOT / RESULTS) for name in names)
     readme, (start, end) = (ROOT / README).read_text(), markers("front")
     advice = "run `make tables`"
-    assert f"{start}\n{render_front(saves, engine, small)}\n{end}" in readme, advice
+    assert f"{start}\n{render_front(saves, engine, small, nodes)}\n{end}" in readme, advice
     assert (ROOT / CHART).read_text() == render_chart(saves, loads), advice
 
 

@@ -226,7 +226,7 @@ def test_nodes_that_are_not_lost_have_nothing_to_rebuild() -> None:
 
 def test_a_range_that_the_owner_does_not_have_is_refused() -> None:
     cluster = even(4, 1, 1000)
-    for data in (FileRange(1, 0, 10), FileRange(0, 991, 10), FileRange(0, -1, 10)):
+    for data in (FileRange(1, 0, 10), FileRange(0, 991, 10), FileRange(0, -1, 10), FileRange(0, 5, -1)):
         with pytest.raises(ValueError, match="node node0 has no FileRange"):
             rebuild_chains(cluster.striping, ["node0"], [LostRange("node0", data, "new")])
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from math import log2
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,21 @@ def test_large_files_are_placed_before_small_ones() -> None:
     files = [LostFile(nbytes, {"a": PEER, "b": PEER}) for nbytes in (1, 1, 2, 4)]
     sources = [source.node for source in plan_sources(files) if source is not None]
     assert Counter(busy_s(files, sources, Rates(1.0, 1.0))) == {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("held", "end_s"),
+    [
+        pytest.param([(1, "ca"), (1, "abc"), (1, "c")], 1, id="fewest holders first"),
+        pytest.param([(1, "c"), (3, "ca"), (4, "ac")], 4, id="large ones first"),
+        pytest.param([(3, "ba"), (2, "acb"), (6, "bc"), (6, "ab")], 6, id="a file that moved is sent once"),
+    ],
+)
+def test_no_node_has_to_send_more_than_it_must(held: list[tuple[int, str]], end_s: int) -> None:
+    files = [LostFile(nbytes, dict.fromkeys(nodes, PEER)) for nbytes, nodes in held]
+    rates = Rates(network=1.0, disk=1.0)
+    sources = [source.node for source in plan_sources(files, rates) if source is not None]
+    assert max(busy_s(files, sources, rates).values()) == end_s
 
 
 def test_a_disk_helps_a_peer_in_proportion_to_its_rate() -> None:

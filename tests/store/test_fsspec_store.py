@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,6 +100,45 @@ def test_a_url_that_cannot_be_opened_is_refused_without_its_password(url: str, c
 
 
 # OpenSSH's server.
+
+
+class SftpSession:
+    """An SFTP session with one file, which it sends in packets."""
+
+    MAX_REQUEST_SIZE = 1000
+
+    def __init__(self, content: bytes) -> None:
+        self.ftp = self
+        self._content = content
+
+    def open(self, path: str, mode: str) -> AbstractContextManager[SftpSession]:
+        assert (path, mode) == ("object", "rb")
+        return nullcontext(self)
+
+    def stat(self) -> SimpleNamespace:
+        return SimpleNamespace(st_size=len(self._content))
+
+    def readv(self, parts: list[tuple[int, int]]) -> Iterator[bytes]:
+        for start, nbytes in parts:
+            assert 0 < nbytes <= self.MAX_REQUEST_SIZE
+            yield self._content[start : start + nbytes]
+
+
+def test_a_large_file_is_read_over_sftp_in_parts_as_large_as_a_packet() -> None:
+    """40 MiB took minutes on a busy machine: of a larger part, paramiko copied all that it had with each packet."""
+    content = bytes(range(256)) * 20
+    session, size = SftpSession(content), len(content)
+    for start, nbytes in (
+        (0, size),
+        (0, 1 << 60),
+        (7, 2000),
+        (999, 1),
+        (size - 1, 9),
+        (size, 9),
+        (size + 5, 9),
+        (3, 0),
+    ):
+        assert SftpFiles().read(session, "object", start, nbytes) == content[start : start + nbytes]
 
 
 @pytest.fixture(scope="module")

@@ -455,6 +455,39 @@ def test_a_request_that_fails_for_ever_ends_before_the_time_of_its_caller_with_t
         assert (caught.value.code, caught.value.retryable) == ("storage.throttled", True)
 
 
+@pytest.mark.parametrize("by", [1, 300_000, -1000])
+def test_an_answer_that_ends_too_early_as_if_it_were_whole_is_no_damage_of_the_object(
+    broken: ObjectStore, proxy: FaultProxy, by: int
+) -> None:
+    content = np.random.default_rng(0).integers(0, 256, 500_000, np.uint8)
+    assert broken.create("a", content.tobytes())
+    reader, out = broken.reader("a"), np.zeros(400_000, np.uint8)
+    cut = on("GET").once().shortens_the_answer(by=by)
+    with proxy.faults(cut):
+        assert broken.read("a") == content.tobytes()
+    with proxy.faults(cut):
+        assert broken.read("a", start=100_000) == content[100_000:].tobytes()
+    with proxy.faults(cut):
+        assert broken.read("a", start=5, nbytes=400_000) == content[5:400_005].tobytes()
+    with proxy.faults(cut):
+        reader.read_at(100_000, out)
+    assert np.array_equal(out, content[100_000:])
+    with proxy.faults(on("PUT").once().loses_the_answer(), cut):
+        assert broken.create("b", content.tobytes())
+
+
+def test_a_small_file_that_a_proxy_sends_twice_is_published(broken: ObjectStore) -> None:
+    content = np.arange(100, dtype=np.uint8)
+    first, second = broken.writer("file", nbytes=100), broken.writer("file", nbytes=100)
+    for writer in (first, second):
+        writer.write_at(0, content)
+        writer.publish(100)
+    other = broken.writer("file", nbytes=100)
+    with pytest.raises(StorageError) as caught:
+        other.publish(100)
+    assert caught.value.code == "storage.exists"
+
+
 def uploading() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "holdfast-upload"]
 

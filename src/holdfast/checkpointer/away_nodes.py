@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.keeper.peer_ways import Way, require
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import digest_of, noted_secret, noted_table
-from holdfast.peers.peer_messages import HeldSlot, HeldSlots, ListHeld
+from holdfast.peers.peer_messages import ListedSlot, ListedSlots, ListHeld
 from holdfast.peers.tcp import TcpPeers
 
 #: Limits for the keeper of such a node: to be reached, and to answer. Most nodes that are missing are lost.
@@ -54,14 +54,14 @@ def away_slots(folder: NodeFolder, present: Collection[str]) -> AwaySlots:
     return AwaySlots(secret.secret, found)
 
 
-def _held_at(way: Way) -> tuple[HeldSlot, ...]:
+def _held_at(way: Way) -> tuple[ListedSlot, ...]:
     """The slots of a node; none where its keeper cannot be reached."""
     try:
         with way.connect(_CONNECT_S) as connection:
             reply = connection.ask(ListHeld(), timeout_s=_ANSWER_S)
-            require(reply, HeldSlots, way)
+            require(reply, ListedSlots, way)
     except HoldfastError as error:
         _log.info("%s", error)
         return ()
-    assert isinstance(reply, HeldSlots)
+    assert isinstance(reply, ListedSlots)
     return reply.slots

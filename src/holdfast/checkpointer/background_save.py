@@ -13,6 +13,7 @@ from holdfast.agreement.planner import Planner
 from holdfast.agreement.planning import Planning, StoredPlanCache
 from holdfast.agreement.request import SaveRequest
 from holdfast.checkpointer.background import Background
+from holdfast.checkpointer.peer_meeting import check_policies
 from holdfast.checkpointer.save_errors import interrupted, not_staged
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.snapshot_messages import ANSWERS, Agreed
@@ -151,12 +152,17 @@ class BackgroundSave:
         """Take memory for a new plan on all ranks, and have it protected. Raises on all ranks if one has too little.
         Collective."""
 
-        def prepare() -> None:
+        def prepare() -> bytes:
             if not self.stager.fits(share):
                 self.stager.prepare(share, device=self._queued.device, timeout_s=self.deadline.for_storage_s)
+            return self.stager.policy.encode()
+
+        def all_ready(policies: list[bytes]) -> bytes:
+            check_policies([policy.decode() for policy in policies])
+            return b""
 
         begun_s = time.perf_counter()
-        self.channel.confirm("memory", attempt(prepare), self.deadline)
+        self.channel.exchange("memory", attempt(prepare), all_ready, self.deadline)
         self.stager.meet_peers(flat, self.channel, self.deadline)
         self.machine.have_memory(time.perf_counter() - begun_s)
 

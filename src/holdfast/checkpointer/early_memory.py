@@ -42,7 +42,7 @@ def prepare_saves(
     deadline: Deadline,
 ) -> None:
     """Have the nodes protect what was `restored` from their memory, and begin to prepare memory. Collective."""
-    if tier.stager.is_protected:
+    if tier.stager.policy:
         channel = default_channel("restore", group, deadline=deadline)
         part = attempt(lambda: tier.stager.protected_part(_flattened(state, channel, select), channel))
         channel.confirm("state", part, deadline)

@@ -47,13 +47,15 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
-    whether any trainer is filling a slot. The node has last sent copies at `sent_bytes_per_s` (0: it has sent none)."""
+    whether any trainer is filling a slot. The node has last sent copies at `sent_bytes_per_s` (0: it has sent none).
+    `protect` is the policy that the rank wants for its snapshots."""
 
     node: str
     held: tuple[HeldFile, ...]
     is_filling: bool
     rows: tuple[HeldRow, ...] = ()
     sent_bytes_per_s: float = 0.0
+    protect: str = ""
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):

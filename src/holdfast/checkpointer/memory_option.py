@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from holdfast.checkpointer.peer_meeting import ProtectionRules
+from holdfast.checkpointer.peer_meeting import ProtectionRules, domain_parts
 from holdfast.control.torch_store import global_rank
 from holdfast.errors import HoldfastError
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR
@@ -53,8 +53,14 @@ class Memory:
         if not isinstance(protect, Copies | Parity | None):
             raise TypeError(f"protect is holdfast.Copies(n), holdfast.Parity(losses) or None, not {protect!r}")
         check_flag("require_protection", self.require_protection)
+        domain: object = self.domain
+        if not isinstance(domain, str | Path | None):
+            raise TypeError(
+                f"domain is a text such as block-2/rack-7, the Path of a file with it, or None, not {domain!r}"
+            )
         if self.require_protection and protect is None:
             raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
+        self._check_domain()
         self._check_pacing()
         least = "one must be whole while the next is copied"
         object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
@@ -65,6 +71,18 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+    def _check_domain(self) -> None:
+        domain: object = self.domain
+        if not isinstance(domain, str | Path | None):
+            raise TypeError(
+                "domain is the name of a failure domain, such as 'block-2/rack-7', the Path of a file that has it, or "
+                f"None, not {domain!r}"
+            )
+        if isinstance(domain, str) and not domain_parts(domain):
+            raise ValueError(
+                f"domain is {domain!r}, which names no failure domain; pass None, or such as 'block-2/rack-7'"
+            )
 
     def _check_pacing(self) -> None:
         if self.protect_pace not in get_args(PaceMode):
@@ -89,10 +107,12 @@ class Memory:
 
 
 class NodeDirs(NamedTuple):
-    """The folders of a node that the saves and restores of a job use: one in memory, and one on a disk (None: none)."""
+    """The folders of a node that the saves and restores of a job use: one in memory, which other nodes protect by the
+    policy `protect` ("": none), and one on a disk (None: none)."""
 
     memory: Path
     disk: Path | None = None
+    protect: str = ""
 
 
 def own_node_dir(memory: Memory, run: Location, takeover: Takeover) -> Path:

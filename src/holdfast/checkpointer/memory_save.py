@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from holdfast.checkpointer.background import Background
 from holdfast.checkpointer.background_save import BackgroundSave, SavingJob, capture
 from holdfast.checkpointer.memory_tier import MemoryTier
-from holdfast.checkpointer.save_errors import skipped
+from holdfast.checkpointer.save_errors import skipped, skipped_in_memory
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
@@ -61,7 +61,8 @@ def save_into_memory(
             check=check,
         )
         if not free.has_room:
-            machine.skip(skipped(machine.step, free))
+            why_skipped = skipped_in_memory if machine.memory_only else skipped
+            machine.skip(why_skipped(machine.step, free))
             return
         saving = BackgroundSave(
             job,

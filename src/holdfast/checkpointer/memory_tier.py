@@ -141,7 +141,7 @@ class MemoryTier:
     @property
     def node(self) -> NodeDirs:
         """The folders of this node that saves and restores use."""
-        return NodeDirs(self.stager.node_dir, self.stager.disk)
+        return NodeDirs(self.stager.node_dir, self.stager.disk, self.stager.policy)
 
     @property
     def is_unused(self) -> bool:

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -175,6 +176,7 @@ class PeerMeeting:
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}
             nodes = tuple(PeerNode(each, addresses[each]) for each in placed.identities)
+            _require_unlike(nodes)
             rules = (placed.targets, placed.parity, self.rules.pacing, placed.adoption)
             return PeerTable(digest_of(placed.secret), 0, nodes, *rules)
 
@@ -240,17 +242,28 @@ def _domains(given: str | Path | None) -> tuple[str, ...]:
     """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
     if isinstance(given, Path):
         try:
-            text = given.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigurationError(
-                f"the file that names the failure domain of this node cannot be read: {error}.",
-                code="config.protection",
-                action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
-                path=str(given),
-            ) from error
+            names = domain_parts(given.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise _no_domain(given, f"cannot be read: {error}") from error
+        if not names:
+            raise _no_domain(given, "is empty")
     else:
-        text = os.environ.get(DOMAIN_VARIABLE, "") if given is None else given
-    return tuple(reversed([part.strip() for part in text.strip().split("/") if part.strip()]))
+        names = domain_parts(os.environ.get(DOMAIN_VARIABLE, "") if given is None else given)
+    return tuple(reversed(names))
+
+
+def domain_parts(text: str) -> list[str]:
+    """The names of failure domains that `text` gives, the largest first. Slashes separate them."""
+    return [part.strip() for part in text.split("/") if part.strip()]
+
+
+def _no_domain(path: Path, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"the file that names the failure domain of this node {why}.",
+        code="config.protection",
+        action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
+        path=str(path),
+    )
 
 
 def _await_address(folder: NodeFolder, secret: bytes) -> str:
@@ -266,6 +279,18 @@ def _await_address(folder: NodeFolder, secret: bytes) -> str:
     raise _cannot_listen(folder, f"it did not within {_LISTEN_S:.0f} s")
 
 
+def _require_unlike(nodes: Sequence[PeerNode]) -> None:
+    """Raise `ConfigurationError` where two nodes have one address, such as that of the loopback and by chance the same
+    port: a keeper that connects there reaches itself, and would hold the copies of its own slots."""
+    address, number = Counter(node.address for node in nodes).most_common(1)[0]
+    if number > 1:
+        raise ConfigurationError(
+            f"{number} nodes give {address} as the address of their keeper.",
+            code="config.protection",
+            action="Set MASTER_ADDR to an address that all nodes reach, or start torchrun with --local-addr.",
+        )
+
+
 def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
     return ConfigurationError(
         f"the keeper of this node does not listen for other nodes: {why}.",
@@ -273,6 +298,18 @@ def _cannot_listen(folder: NodeFolder, why: str) -> ConfigurationError:
         action="Read its log, keeper.log in that folder, and allow TCP connections between the nodes.",
         path=str(folder.path),
     )
+
+
+def check_policies(policies: Sequence[str]) -> None:
+    """Raise `ConfigurationError` if ranks want other policies than rank 0; "" stands for none."""
+    for rank, policy in enumerate(policies):
+        if policy != policies[0]:
+            first, other = (each or "none" for each in (policies[0], policy))
+            raise ConfigurationError(
+                f"the ranks want their snapshots protected in different ways: rank 0 {first}, and rank {rank} {other}.",
+                code="config.unlike_protection",
+                action="Pass the same Memory(protect=...) on all ranks.",
+            )
 
 
 def _trains(folder: NodeFolder) -> ConfigurationError:

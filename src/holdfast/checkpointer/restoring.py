@@ -32,7 +32,7 @@ from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_
 from holdfast.checkpointer.inventories import Inventory, Unknown, inventory, known_of
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
-from holdfast.checkpointer.peer_meeting import CopiesLeft
+from holdfast.checkpointer.peer_meeting import CopiesLeft, check_policies
 from holdfast.checkpointer.restore_report import RejectedSource, RestoreReport, Tier
 from holdfast.checkpointer.save_errors import is_unusable
 from holdfast.collector import collector_paused
@@ -430,6 +430,7 @@ def _looked_at(
                 slots = stack.enter_context(sealed_slots(folder, run, timeout_s=deadline.for_storage_s / 2))
                 parts = drained_parts(folder, run)
                 found = inventory(folder, slots, parts.values(), held_rows(folder))
+                found = msgspec.structs.replace(found, protect=node.protect)
                 return FoundOnNode(folder, slots, parts, found)
 
         def give_up() -> None:
@@ -459,6 +460,7 @@ def _choose(
 
     def choose(inventories: Sequence[Inventory]) -> Chosen | Unknown:
         here = done(node)
+        check_policies([each.protect for each in inventories])
         survey.look(here.folder, here.parts, inventories)
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             answer = survey.answer(storage)

@@ -113,7 +113,23 @@ def skipped(step: int, found: SnapshotRoom) -> StorageError:
     return StorageError(
         f"step {step} was skipped: {found.why_full}.",
         code="storage.slow",
-        action="Save less often, keep more generations, or pass when_full='wait'.",
+        action="Save less often, pass Memory(generations=3), or when_full='wait'.",
+        step=step,
+        retryable=True,
+        details=last_try(found.held_up),
+    )
+
+
+def skipped_in_memory(step: int, found: SnapshotRoom) -> StorageError:
+    """The save of `step` to memory alone was skipped, for the same reasons as in `skipped`. It never waits."""
+    if found.awaits_commit:
+        return skipped(step, found)
+    return StorageError(
+        f"step {step} was skipped: no slot of {found.full_ranks} is free. The snapshots there are being written to "
+        "storage, or copied to other nodes.",
+        code="storage.slow",
+        action="No action needed if this is rare: the next save tries again. Else pass Memory(generations=3), or save "
+        "less often.",
         step=step,
         retryable=True,
         details=last_try(found.held_up),
@@ -195,9 +211,8 @@ def not_staged(step: int, error: BaseException) -> StorageError:
 
 def too_slow(found: SnapshotRoom, timeout_s: float) -> DeadlineError:
     """A save found no slot in time."""
-    names = ", ".join(map(str, found.full[:8]))
     return DeadlineError(
-        f"No slot of rank {names} became free within {timeout_s:.0f} s: their snapshots are not durable yet.",
+        f"No slot of {found.full_ranks} became free within {timeout_s:.0f} s: their snapshots are not durable yet.",
         code="timeout.slot",
         action=unless_known(
             found.held_up, "Save less often, keep more generations, or read the log of the keeper for the cause."

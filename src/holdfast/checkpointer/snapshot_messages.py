@@ -103,7 +103,13 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
         """The reason why the next save may not begin."""
         if self.awaits_commit:
             return "the checkpoint that was restored from memory is not committed yet"
-        return f"the snapshots of rank {', '.join(map(str, self.full[:8]))} are not durable yet"
+        return f"the snapshots of {self.full_ranks} are not durable yet"
+
+    @property
+    def full_ranks(self) -> str:
+        """The first ranks that have no room yet, as a sentence names them."""
+        noun = "rank" if len(self.full) == 1 else "ranks"
+        return f"{noun} {', '.join(map(str, self.full[:8]))}{' ...' if len(self.full) > 8 else ''}"
 
     @staticmethod
     def of(standings: Sequence[MemoryStatus], run_id: str) -> SnapshotRoom:

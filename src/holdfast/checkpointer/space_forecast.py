@@ -18,7 +18,8 @@ _log = logging.getLogger(__name__)
 class SpaceForecast:
     """Logs one warning when the disk of the run will soon be full.
 
-    It looks at the start of a loop, and after each commit. Object stores have no size, so nothing is told about them.
+    It looks at the disk when a loop starts, and after each commit. An object store has no size, so it never warns about
+    one.
     """
 
     def __init__(self, policy: KeepPolicy | None, run: Callable[[], Location]) -> None:

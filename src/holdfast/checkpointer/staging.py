@@ -107,9 +107,9 @@ class Stager:
             forget_peers(folder)
 
     @property
-    def is_protected(self) -> bool:
-        """Whether the slots are to be protected by other nodes."""
-        return self._meeting is not None
+    def policy(self) -> str:
+        """The policy by which other nodes are to protect the slots; "" for none."""
+        return "" if self._meeting is None else repr(self._meeting.rules.policy)
 
     def protect_again(self, part: ProtectedPart, left: CopiesLeft | None, channel: Channel, deadline: Deadline) -> None:
         """After a restore from memory, meet the keepers of the other nodes, so that they protect again what the nodes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from holdfast.cli.value_text import kind_of, natural, shortened, shown_name, tex
 from holdfast.errors import NotFoundError, printable
 from holdfast.format.values import Node
 from holdfast.run.history import resolve
+from holdfast.run.leases import lease_during
 from holdfast.run.paths import parse
 from holdfast.wording import count
 
@@ -75,7 +77,10 @@ def diff(a: str, b: str, *, stat: bool, names: str, as_json: bool) -> bool:
         return not names or fnmatchcase(name, names)
 
     total = sum(pair.nbytes for pair in pairs(*sides, wanted=wanted))
-    with counting("comparing", total, quiet=as_json) as advance:
+    with ExitStack() as stack:
+        for side in sides:
+            stack.enter_context(lease_during(side.sealed))
+        advance = stack.enter_context(counting("comparing", total, quiet=as_json))
         found = compare(*sides, wanted=wanted, progress=advance)
     if names and not (found.num_common or found.only_a or found.only_b or found.values):
         raise NotFoundError(

@@ -22,6 +22,7 @@ from holdfast.reports import size
 from holdfast.run.by_path import CommittedAt, checkpoint_at, open_run
 from holdfast.run.epoch_faults import epoch_faults
 from holdfast.run.history import Run, is_folder, resolve
+from holdfast.run.leases import lease_during
 from holdfast.run.paths import parse
 from holdfast.run.quarantine import HARMLESS, Quarantined, lift, quarantine_of
 from holdfast.store.urls import open_store
@@ -138,7 +139,8 @@ def _verify(subject: _Subject, *, deep: bool, quiet: bool) -> Report | None:
         return _unreadable(subject.name, error, at=sealed)
     seal = checkpoint.seal
     nbytes = sum(file.nbytes for file in seal.files)
-    with counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet) as advance:
+    shown = counting(f"verifying {seal.place}", nbytes if deep else None, quiet=quiet)
+    with lease_during(sealed), shown as advance:
         faults = verify_checkpoint(checkpoint, deep=deep, progress=advance)
     is_whole = deep and all(fault.code in HARMLESS for fault in faults)
     released = is_whole and _released(sealed)

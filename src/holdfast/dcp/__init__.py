@@ -15,12 +15,12 @@ from typing import Final
 
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from holdfast.dcp.dcp_loading import load
 from holdfast.dcp.dcp_saving import async_save, save
 from holdfast.dcp.dcp_storage import FileSystemReader, FileSystemWriter
+from holdfast.dcp.torch_saving import AsyncCheckpointerType, AsyncSaveResponse
 from holdfast.errors import HoldfastError as CheckpointException
 
 __all__ = [

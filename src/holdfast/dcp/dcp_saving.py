@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Final, NamedTuple, Self, cast
 
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.staging import AsyncStager
 
 from holdfast.agreement.planning import StoredPlanCache
 from holdfast.calls import PLAIN, SAVE, outer, refuse_nested
@@ -20,6 +19,7 @@ from holdfast.control.deadline import Deadline
 from holdfast.dcp.dcp_arguments import TIMEOUT_S, cannot_honour, check_save_planner, participants, plain_states
 from holdfast.dcp.dcp_storage import Beginning, Destination, begin, destination
 from holdfast.dcp.replaced import mark_replaced, remove_replaced
+from holdfast.dcp.torch_saving import AsyncCheckpointerType, AsyncSaveResponse, check_stagers, new_stager
 from holdfast.errors import FencedError
 from holdfast.phases import attempt, done
 from holdfast.reports import SaveReport
@@ -106,6 +106,7 @@ def async_save(
     Raises what `save` raises, as far as it is known when this returns.
     """
     refuse_nested("holdfast.dcp.async_save", allowed=PLAIN)
+    check_stagers()
     into = _checked(checkpoint_id, storage_writer, planner, use_collectives=use_collectives)
     if async_checkpointer_type is not AsyncCheckpointerType.THREAD:
         raise cannot_honour(
@@ -145,7 +146,7 @@ class _StagedState(NamedTuple):
     def of(cls, state_dict: Mapping[str, object], given: AsyncStager | None) -> Self:
         """Have the stager copy the state: the `given` one, or one of torch that copies into new host memory."""
         state = plain_states(state_dict)
-        stager = _new_stager(state) if given is None else given
+        stager = new_stager(with_sharded=_holds_sharded(state)) if given is None else given
         try:
             staged = stager.stage(state)
         except BaseException:
@@ -158,11 +159,6 @@ class _StagedState(NamedTuple):
         """Close a stager of our own."""
         if self.is_own:
             self.stager.close()
-
-
-def _new_stager(state: object) -> AsyncStager:
-    """The stager that DCP makes; but that one cannot copy a ``ShardedTensor``, which an older one can."""
-    return BlockingAsyncStager() if _holds_sharded(state) else DefaultStager(StagingOptions(*[False] * 4))
 
 
 def _holds_sharded(item: object) -> bool:

@@ -1,9 +1,10 @@
 """A folder of exports: each step has a folder in it, such as ``step-0000000700``.
 
-The exporter writes a draft, a hidden folder whose name tells the checkpoint, and renames it when it is whole and
-durable. The records of `folder_writer` leave a draft last, so a draft without them is whole. A removal renames the
-folder first, so that nobody takes the rest of it for a whole one. A mark in each export, an empty file that
-`from_pretrained` ignores, tells it from what somebody else put there, which is never replaced, renamed or removed.
+The exporter first writes a draft: a hidden folder that has the checkpoint in its name. It renames the draft when the
+draft is whole and durable. `folder_writer` removes its records from a draft last, so a draft without records is whole.
+To remove an export, the exporter renames the folder first, so that nobody takes the rest of it for a whole export. Each
+export has a mark: an empty file that `from_pretrained` ignores. The exporter never replaces, renames or removes a
+folder without that mark, because somebody else has put it there.
 """
 
 from __future__ import annotations

@@ -64,11 +64,12 @@ def reshard(unit: FlatUnit) -> None:
 
 
 def held_by(unit: FlatUnit, path: str, bases: Mapping[int, Sequence[str]]) -> Iterator[FlatMemory | NamedTensor]:
-    """Describe the memory that a unit of the module at `path` holds. `bases` has the prefixes of the names of a
-    module's tensors, by the id of the module.
+    """Describe the memory that a unit of the module at `path` holds. For the id of each module, `bases` has the
+    prefixes of the names of its tensors.
 
-    Yields flat memory; and where each rank has all elements and trains the original parameters, plain tensors. Copies
-    on several ranks are compared: FSDP1 makes them equal only if it is told to (``sync_module_states``).
+    Yields plain tensors where each rank has all elements and trains the original parameters, and flat memory elsewhere.
+    The save compares the copies that several ranks have, because FSDP1 makes them equal only with
+    ``sync_module_states``.
 
     Raises:
         StateError: code ``state.flat_parameters``: the unit has parameters of tensor parallelism, is inside

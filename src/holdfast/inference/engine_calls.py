@@ -63,8 +63,8 @@ def run_beside(
     """Do `work` beside `calls`. Each call returns when its engine has done its part. Returns the result or the error of
     `work`, and the errors of the calls, the first one first.
 
-    `failed` is told of a call that failed, in the call's thread, so that `work` need not wait for its workers. Where
-    `work` fails, calls that do not return soon are left to themselves.
+    When a call fails, its thread calls `failed`, so that `work` need not wait for the workers of that call. When `work`
+    fails, the function does not wait for calls that do not return soon.
     """
     errors: list[HoldfastError] = []
 

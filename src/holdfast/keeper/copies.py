@@ -44,7 +44,8 @@ from holdfast.peers.peer_messages import (
 )
 from holdfast.store.base import Bytes
 
-#: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay.
+#: Number of copies of a rank that the memory has: a newer one is received while the last protected one must stay. There
+#: is a third one while newer ones come and none gets protected.
 NUM_COPIES: Final = 2
 #: Limit for the bytes of a copy that a peer offers.
 MAX_COPY_NBYTES: Final = 1 << 44
@@ -278,7 +279,8 @@ class PeerCopies:
 
     def tend(self, given_up: Collection[str]) -> None:
         """Close copies that somebody removed, free those of checkpoints that were `given_up`, and remove those of ranks
-        that have no part of the newest protected checkpoint, because they live no more."""
+        that have no part of the newest protected checkpoint, because they live no more, and a third one of a rank once
+        it is not needed."""
         newest = self._generations.newest_protected()
         with self._lock:
             for token, each in list(self._incoming.items()):
@@ -292,8 +294,12 @@ class PeerCopies:
                 contents = slot.refresh().contents
                 if contents is not None and slot.state in KEPT:
                     last[slot.rank] = max(contents.place, last.get(slot.rank, contents.place))
+            num_copies = Counter(slot.rank for slot in self._copies.values())
             for name, slot in idle.items():
                 contents = slot.record.contents
+                is_extra = num_copies[slot.rank] > NUM_COPIES and (
+                    contents is None or (newest is not None and contents.place < newest)
+                )
                 is_old = newest is not None and (slot.rank not in last or last[slot.rank] < newest)
                 is_old = is_old and self._rebuilt.get(name) != newest
                 is_old = is_old and not (slot.state == SlotState.FREE and slot.rank in self._expected)
@@ -302,7 +308,8 @@ class PeerCopies:
                     del self._copies[name]
                 elif contents is not None and contents.checkpoint_id in given_up:
                     free(slot)
-                elif is_old and slot.remove_if(lambda record: record.state != SlotState.SEALED):
+                elif (is_old or is_extra) and slot.remove_if(lambda record: record.state != SlotState.SEALED):
+                    num_copies[slot.rank] -= 1
                     del self._copies[name]
 
     def give_back(self) -> None:
@@ -352,12 +359,15 @@ class PeerCopies:
         newest = self._generations.newest_protected()
         mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
         whole = [slot for slot in mine if slot.refresh().state in KEPT]
-        places = sorted(slot.record.contents.place for slot in whole if slot.record.contents is not None)
+        places = {slot.record.contents.place for slot in whole if slot.record.contents is not None}
+        # The newest protected one stays, beside one that may get its mark a moment later.
+        spare = min(places - {newest}, default=None)
+        is_full = len(whole) >= NUM_COPIES + (newest in places)
         for slot in mine:
             held = slot.record.contents
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
-            is_one_too_many = held is not None and len(whole) >= NUM_COPIES and held.place == places[0]
+            is_one_too_many = held is not None and is_full and held.place == spare
             is_needed = is_needed or slot.name in self.being_sent
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue

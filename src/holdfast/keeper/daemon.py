@@ -385,16 +385,24 @@ class Keeper:
             self._lose(slot, f"its trainer did not return within {orphaned_s:.0f} s. {trouble}")
 
     def _owed_at_rest(self) -> list[Slot]:
-        """The slots that still have to become durable and that no thread is reading."""
-        being_read = self._being_read
-        return [slot for name, slot in self._slots.items() if slot.state in OWED and name not in being_read]
+        """The slots that still have to become durable and that no thread is hashing or writing.
+
+        They may be on the way to a peer. That takes as long as a lost peer does not answer, so it keeps no slot from
+        being freed; a peer that gets other bytes than it was offered finds that by the digests."""
+        at_work = self._at_work
+        return [slot for name, slot in self._slots.items() if slot.state in OWED and name not in at_work]
 
     @property
     def _being_read(self) -> set[str]:
+        """The names of the slots that are being hashed or written, or read for peers."""
+        return {*self._at_work, *self._protection.being_read}
+
+    @property
+    def _at_work(self) -> set[str]:
         """The names of the slots that are being hashed or written. (Those that wait for other nodes' files already
         were.)"""
         written = () if self._writing is None else self._writing.names
-        return {*self._seals, *self._disks.being_read, *self._protection.being_read, *written}
+        return {*self._seals, *self._disks.being_read, *written}
 
     def _seal_all(self) -> bool:
         """Start to seal STAGED slots, and to hash those again that were SEALED before the node's last boot. Returns

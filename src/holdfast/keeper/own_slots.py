@@ -70,8 +70,7 @@ class OwnSlots:
 
     @contextmanager
     def region(self, get: GetRange) -> Iterator[Region]:
-        """The range of a file that a peer asks for. The keeper does not free its slot inside the ``with`` block. Raises
-        `StorageError` where this node does not have it."""
+        """The range of a file that a peer asks for. Raises `StorageError` where this node does not have it."""
         slot, start = self._found(get.checkpoint_id, get.file, get.start, get.nbytes)
         with self.reading(slot):
             fd, offset = slot.region

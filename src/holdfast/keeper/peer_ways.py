@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
+from holdfast.peers.peer_messages import CopyKept, Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
 from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
 #: Limit for a peer to answer, where nothing says otherwise.
@@ -72,13 +72,18 @@ class PeerConnections:
         return None if found is None else found[1]
 
 
-def ask(way: Way, request: PeerRequest, *, timeout_s: float = ANSWER_S) -> None:
-    """Make a request whose failure does no harm, since it is made again."""
+def ask(way: Way, request: PeerRequest, *, timeout_s: float = ANSWER_S) -> PeerReply | None:
+    """Make a request whose failure does no harm, since it is made again. Returns the answer, `Noted` or `CopyKept`;
+    None after a failure."""
     try:
         with way.connect() as connection:
-            require(connection.ask(request, timeout_s=timeout_s), Noted, way)
+            reply = connection.ask(request, timeout_s=timeout_s)
+            if not isinstance(reply, CopyKept):
+                require(reply, Noted, way)
+            return reply
     except HoldfastError as error:
         _log.info("%s", error)
+        return None
 
 
 def require(reply: PeerReply, kind: type[PeerReply], way: Way) -> None:

@@ -38,7 +38,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
 from holdfast.keeper.send_meter import SendMeter
 from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
-from holdfast.node_memory.generations import mark_protected, protected_ids
+from holdfast.node_memory.generations import is_protected, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
@@ -62,8 +62,8 @@ from holdfast.peers.peer_messages import (
     Finish,
     Get,
     GetRange,
-    HeldSlot,
-    HeldSlots,
+    ListedSlot,
+    ListedSlots,
     ListHeld,
     MarkProtected,
     Noted,
@@ -152,11 +152,17 @@ class _PeerSession:
     #: counts.
     counted: dict[str, set[int]] = field(default_factory=dict)
     lock: Lock = field(default_factory=Lock)
+    #: The checkpoint that the first node has marked last.
+    marked: str = ""
     #: By checkpoint id and number of files, the time at which the first node was last told.
     said_at: dict[tuple[str, int], float] = field(default_factory=dict)
     #: By rank and peer, the size of the copies for which the peer was asked to take memory.
     prepared: dict[tuple[int, int], int] = field(default_factory=dict)
     meter: SendMeter = field(default_factory=SendMeter)
+    #: The newest checkpoint of which peers hold all copies for this node, and since when it waits for its mark.
+    awaited: tuple[str, float] = ("", 0.0)
+    #: The reason why saves should not wait for a mark, since one did not come in time; "" since one has come.
+    unmarked: str = ""
     paces: LinkPaces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,15 +178,33 @@ class _PeerSession:
         self.kept = {key: peers for key, peers in self.kept.items() if key in held}
 
     def count(self, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
-        """Note on the first node that all copies of these files are kept. Returns whether all are, and forgets them
-        then: a node that misses the mark says again that it has all copies. Any thread may call it."""
+        """Note on the first node that all copies of these files are kept. Returns whether all are now, and forgets them
+        then. Any thread may call it."""
         with self.lock:
             counted = self.counted.setdefault(checkpoint_id, set())
             counted.update(files)
             if len(counted) < num_files:
                 return False
             del self.counted[checkpoint_id]
+            self.marked = checkpoint_id
             return True
+
+    def awaits_mark(self, due: Iterable[Slot], marked: Collection[str]) -> bool:
+        """Whether an older checkpoint than that of the `due` slots may be marked at any moment: peers hold all its
+        copies for this node, and the time for its mark is not over."""
+        id_, since_s = self.awaited
+        is_older = any(slot.record.contents and slot.record.contents.checkpoint_id != id_ for slot in due)
+        return is_older and bool(id_) and id_ not in marked and time.monotonic() - since_s <= _PATIENCE_S
+
+    def await_mark(self, contents: Contents, patience_s: float) -> None:
+        """Note that peers hold all copies for this node of the checkpoint of these `contents`, which is not marked."""
+        if self.awaited[0] != contents.checkpoint_id:
+            self.awaited = contents.checkpoint_id, time.monotonic()
+        elif time.monotonic() - self.awaited[1] > patience_s:
+            self.unmarked = (
+                f"step {contents.step} is not protected yet: peers hold the copies for this node, but the keeper of "
+                f"the first node, at {self.table.nodes[0].address}, does not say that all nodes have theirs."
+            )
 
 
 class Protection:
@@ -255,12 +279,16 @@ class Protection:
         marked = protected_ids(self._folder)
         session.forget(whole)
         due = _newest(whole, marked)
-        if session.table.parity is None:
+        if session.awaits_mark(due, marked):
+            pass  # peers would fill again what is just being marked
+        elif session.table.parity is None:
             for slot in due:
                 for target in session.table.partners:
                     self._start_copy(session, slot, target)
         elif due:
             self._offer_parity(session, due)
+        if not due:
+            session.unmarked = ""
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
@@ -314,18 +342,23 @@ class Protection:
             case CheckHeld():
                 reply = self._sums.check(request)
             case ListHeld():
-                reply = HeldSlots(tuple(map(_held, self._own.all())))
+                reply = ListedSlots(tuple(map(_held, self._own.all())))
             case SendCopies():
                 reply = self._send_copies(request)
-            case NoteProtected() if (session := self._session) is not None:
-                self._count(session, request.checkpoint_id, request.files, request.num_files)
             case NoteProtected():
-                reply = RequestRefused("this keeper has no table of peers yet")
+                reply = self._noted(request)
             case MarkProtected():
                 mark_protected(self._folder, request.checkpoint_id)
             case _:
                 reply = RequestRefused("this keeper does not serve such requests")
         return reply
+
+    def _noted(self, request: NoteProtected) -> PeerReply:
+        session = self._session
+        if session is None:
+            return RequestRefused("this keeper has no table of peers yet")
+        is_marked = self._count(session, request.checkpoint_id, request.files, request.num_files)
+        return CopyKept() if is_marked else Noted()
 
     def _send_copies(self, request: SendCopies) -> PeerReply:
         """Send slots to a node that is to restore from them: this one has no part in the job any more."""
@@ -463,18 +496,23 @@ class Protection:
             if sending.session is session and sending.is_slow:
                 address = session.table.nodes[sending.target].address
                 return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
-        return next((each.trouble for each in session.peers.values() if each.trouble), self.rows.trouble)
+        troubles = (*(each.trouble for each in session.peers.values()), self.rows.trouble, session.unmarked)
+        return next(filter(None, troubles), "")
 
-    def _say(self, session: _PeerSession, due: Iterable[Slot]) -> None:
+    def _say(self, session: _PeerSession, due: Sequence[Slot]) -> None:
         """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
         the generation."""
         kept: dict[str, set[int]] = {}
+        num_kept, nbytes = 0, 0
         for slot in due:
             contents = slot.record.contents
             assert contents is not None
             id_ = contents.checkpoint_id
             if session.kept.get((slot.name, id_), set()) >= set(session.table.partners):
                 kept.setdefault(id_, set()).update(part.file for part in contents.files)
+                num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
+                if num_kept == len(due):
+                    session.await_mark(contents, _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()
             if sealing is None:
@@ -486,17 +524,29 @@ class Protection:
                 session.said_at = {(id_, len(files)): now}
                 self._tell_peer(session, 0, NoteProtected(id_, tuple(sorted(files)), num_files))
 
-    def _count(self, session: _PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> None:
-        """On the first node, count files that are kept. Marks the generation, here and on all nodes, when all are."""
-        if session.table.own == 0 and session.count(checkpoint_id, files, num_files):
+    def _count(self, session: _PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
+        """On the first node, count files that are kept. Marks the generation, here and on all nodes, when all are.
+        Returns whether it is marked, now or before: a node that missed the mark says again that its copies are kept."""
+        if session.table.own != 0:
+            return False
+        if checkpoint_id == session.marked or is_protected(self._folder, checkpoint_id):
             mark_protected(self._folder, checkpoint_id)
-            for peer in range(1, len(session.table.nodes)):
-                self._tell_peer(session, peer, MarkProtected(checkpoint_id))
+            return True
+        if not session.count(checkpoint_id, files, num_files):
+            return False
+        mark_protected(self._folder, checkpoint_id)
+        for peer in range(1, len(session.table.nodes)):
+            self._tell_peer(session, peer, MarkProtected(checkpoint_id))
+        return True
 
-    def _tell_peer(self, session: _PeerSession, peer: int, request: PeerRequest) -> None:
+    def _tell_peer(self, session: _PeerSession, peer: int, request: MarkProtected | NoteProtected) -> None:
         if self._transport is not None:
             way = Way(self._transport, session.table.nodes[peer].address, session.secret.secret)
-            self._senders.submit(ask, way, request)
+            self._senders.submit(self._ask, session, way, request)
+
+    def _ask(self, session: _PeerSession, way: Way, request: MarkProtected | NoteProtected) -> None:
+        if isinstance(ask(way, request), CopyKept) and session is self._session:
+            mark_protected(self._folder, request.checkpoint_id)
 
     def _tell(self, trouble: str) -> None:
         if trouble != self._told:
@@ -511,10 +561,10 @@ def _files(slot: Slot) -> set[int]:
     return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}
 
 
-def _held(slot: Slot) -> HeldSlot:
+def _held(slot: Slot) -> ListedSlot:
     digests = SlotDigests.of(slot)
     assert slot.record.contents is not None
-    return HeldSlot(slot.record.contents.checkpoint_id, digests)
+    return ListedSlot(slot.record.contents.checkpoint_id, digests)
 
 
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:

@@ -114,7 +114,12 @@ class NodeFolder:
     def names(self) -> list[str]:
         """The names of the files in the folder, sorted; empty for a folder that was removed."""
         with suppress(FileNotFoundError):
-            return sorted(os.listdir(self._fd))  # noqa: PTH208 - it takes a descriptor
+            # A descriptor of its own: threads that list by one descriptor share its position, and each sees a part.
+            fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            try:
+                return sorted(os.listdir(fd))  # noqa: PTH208 - it takes a descriptor
+            finally:
+                os.close(fd)
         return []
 
     def has(self, name: str) -> bool:

@@ -144,7 +144,7 @@ class CheckHeld(PeerMessage, frozen=True):
 
 
 class ListHeld(PeerMessage, frozen=True):
-    """Ask which sealed slots of its own node the peer has. Answered by `HeldSlots`."""
+    """Ask which sealed slots of its own node the peer has. Answered by `ListedSlots`."""
 
 
 class SendCopies(PeerMessage, frozen=True):
@@ -157,7 +157,8 @@ class SendCopies(PeerMessage, frozen=True):
 
 
 class NoteProtected(PeerMessage, frozen=True):
-    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`."""
+    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`, or
+    by `CopyKept` where those of all its files are: the sender then marks it."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -179,7 +180,8 @@ class CopyWanted(PeerMessage, frozen=True):
 
 
 class CopyKept(PeerMessage, frozen=True):
-    """The peer holds the copy, or all its rows of parity of the checkpoint, whole and verified."""
+    """The peer holds the copy, or all its rows of parity of the checkpoint, whole and verified; or, as the answer to
+    `NoteProtected`, all nodes have said so."""
 
 
 class ParityWanted(PeerMessage, frozen=True):
@@ -189,17 +191,17 @@ class ParityWanted(PeerMessage, frozen=True):
     needs_generation: bool
 
 
-class HeldSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ListedSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A sealed slot of a checkpoint."""
 
     checkpoint_id: Hex16
     slot: SlotDigests
 
 
-class HeldSlots(PeerMessage, frozen=True):
+class ListedSlots(PeerMessage, frozen=True):
     """The sealed slots of the peer's node."""
 
-    slots: tuple[HeldSlot, ...]
+    slots: tuple[ListedSlot, ...]
 
 
 class NodesFailed(PeerMessage, frozen=True):
@@ -254,7 +256,16 @@ PeerRequest: TypeAlias = (
     | MarkProtected
 )
 PeerReply: TypeAlias = (
-    CopyWanted | CopyKept | ParityWanted | HeldSlots | NodesFailed | Declined | Damaged | Noted | Sent | RequestRefused
+    CopyWanted
+    | CopyKept
+    | ParityWanted
+    | ListedSlots
+    | NodesFailed
+    | Declined
+    | Damaged
+    | Noted
+    | Sent
+    | RequestRefused
 )
 
 

@@ -92,7 +92,8 @@ def plan_collection(run: Run, *, grace_s: float = GRACE_S) -> CollectionPlan:
 def collect(run: Run, plan: CollectionPlan, *, told: Callable[[Garbage], None] = lambda _: None) -> CollectionOutcome:
     """Delete the garbage of `plan`, durably, and the garbage that these deletions make.
 
-    `told` gets each deleted thing. What somebody needs by now stays: each thing is looked at again.
+    It calls `told` with each thing that it deleted. It looks at each thing again first, and keeps those that somebody
+    needs by now.
     """
     done = CollectionOutcome()
     for each in _collected(run, plan, done):

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from threading import Thread, current_thread
 from typing import Final
 
+from holdfast.checkpoint.sealed import Sealed
 from holdfast.errors import HoldfastError
 from holdfast.format import records
 from holdfast.format.hold_records import LEASES_WANTED_KEY, LeasesWanted
@@ -81,6 +82,17 @@ def lease_on(storage: Store, place: Place) -> ReadLease | None:
         return ReadLease(untimed(storage), place) if lease_is_wanted(storage) else None
     except HoldfastError:
         return None
+
+
+@contextmanager
+def lease_during(sealed: Sealed) -> Iterator[None]:
+    """A lease on the checkpoint `sealed`, as `leased` gives one, while the block reads it."""
+    lease = None if sealed.commit is None else lease_on(sealed.storage, sealed.commit.place)
+    try:
+        yield
+    finally:
+        if lease is not None:
+            lease.end()
 
 
 def lease_is_wanted(storage: Store) -> bool:

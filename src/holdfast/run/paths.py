@@ -221,9 +221,9 @@ def some_quoted(names: list[str]) -> str:
 
 
 def _near_runs(storage: Store) -> str | None:
-    """Ask the user about a run or checkpoint whose path is like this one. Returns the question; None where there is no
-    such path. One part of the path has a slip: its last one or, where the folder above does not exist, an earlier one.
-    Of a URL only the last one is looked at, because a list of a store can take long."""
+    """The question whether the user means a run or checkpoint whose path is like this one. Returns None where there is
+    no such path. The function takes it that one part of the path has a slip: the last part or, where the folder above
+    does not exist, an earlier one. In a URL it looks at the last part only, because a store can take long to list."""
     folder = storage.location.folder
     if folder is None:
         return _near_keys(storage.location)

@@ -172,8 +172,10 @@ class SftpFiles(AnyFiles):
     def read(self, files: Any, path: str, start: int, nbytes: int) -> bytes:
         """As `AnyFiles.read`, with requests for all of the range under way at a time."""
         with files.ftp.open(path, "rb") as file:
-            found = min(max(file.stat().st_size - start, 0), nbytes)
-            return b"".join(file.readv([(start, found)])) if found else b""
+            stop, packet = min(file.stat().st_size, start + nbytes), file.MAX_REQUEST_SIZE
+            # In parts as large as a packet: of a larger one, paramiko copies all that it has with each further packet.
+            parts = [(at, min(packet, stop - at)) for at in range(start, stop, packet)]
+            return b"".join(file.readv(parts)) if parts else b""
 
     def begin(self, files: Any, path: str) -> UnfinishedFile:
         """As `AnyFiles.begin`."""

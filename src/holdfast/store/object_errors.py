@@ -33,6 +33,13 @@ _MESSAGE: Final = re.compile(r"<Message>([^<\n]*)")
 _RETRIES: Final = re.compile(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+")
 
 
+class CutAnswerError(BaseError):
+    """A server or a proxy ended an answer before all bytes that it had announced, as if it were whole."""
+
+    def __init__(self, start: int, nbytes: int) -> None:
+        super().__init__(f"Got invalid short response: it ends {nbytes:,} bytes behind offset {start:,}")
+
+
 class _Failure(NamedTuple):
     """A kind of failure: the pattern by which its text is recognised, and what to tell the user."""
 
@@ -75,7 +82,8 @@ _KINDS: Final = (
         "them, use a role or a token file that is renewed by itself.",
     ),
     _kind(
-        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed|status code: 401|Unauthenticated",
+        r"InvalidAccessKeyId|SignatureDoesNotMatch|InvalidToken|AuthenticationFailed|RequestTimeTooSkewed|"
+        r"status code: 401|Unauthenticated",
         ConfigurationError,
         "config.credentials",
         "The server does not know these credentials: check the variables AWS_..., GOOGLE_... or AZURE_... in the "
@@ -98,6 +106,12 @@ _KINDS: Final = (
         r"SlowDown|status code: (429|503)|TooManyRequests|ServerBusy|RequestLimitExceeded",
         "storage.throttled",
         "The store limits the rate of requests: try again later, or spread runs over more prefixes or buckets.",
+    ),
+    _passing(
+        r"BadDigest|ContentSHA256Mismatch|Md5Mismatch|Crc64Mismatch|IncompleteBody|InvalidPart\b|InvalidBlockList",
+        "storage.mangled",
+        "Try again: nothing was written. If it happens often, check the memory and the network card of this machine, "
+        "and proxies on the way.",
     ),
     _passing(
         r"kind: Timeout|TimedOut|operation timed out|status code: (408|504)|RequestTimeout",

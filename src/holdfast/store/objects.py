@@ -11,7 +11,7 @@ import builtins
 import math
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from holdfast.store.base import Bytes, Capabilities, FileWriter, Location
 from holdfast.store.object_client import ObjectClient, client_of
 from holdfast.store.object_errors import (
     OBSTORE_ERRORS,
+    CutAnswerError,
     changed,
     is_definite,
     is_out_of_range,
@@ -39,6 +40,8 @@ _CHUNK_NBYTES: Final = 256 << 10
 #: The reads that a network with long delays needs. More or larger ones gain little, and take processor time.
 _REQUEST_NBYTES: Final = 16 << 20
 _NUM_REQUESTS: Final = 4
+#: Tries to read bytes whose answer is cut off without an error of the connection.
+_NUM_TRIES: Final = 3
 _RULE: Final = (
     "Uploads that a dead process began take space, and cannot be listed here: let a lifecycle rule of the bucket "
     "delete them after some days (AbortIncompleteMultipartUpload)."
@@ -95,21 +98,9 @@ class ObjectStore:
         if nbytes == 0:
             self._size(key)
             return b""
-        options: obstore.GetOptions = {}
-        if nbytes is not None:
-            options["range"] = (start, start + nbytes)
-        elif start:
-            options["range"] = {"offset": start}
+        full = self._place.key(key)
         with reported("read", path):
-            try:
-                size, data = self._asked(lambda: self._got(key, options, limit))
-            except OBSTORE_ERRORS as error:
-                if not is_out_of_range(error):
-                    raise
-                found = self._size(key)
-                if nbytes is None:
-                    return b""
-                raise short(path, start=start, wanted=nbytes, found=max(found - start, 0)) from error
+            size, data = self._asked(lambda: self._got(full, start, nbytes, limit))
         if limit is not None and size > limit:
             raise long(path, limit=limit, found=size)
         if nbytes is not None and len(data) < nbytes:
@@ -145,7 +136,7 @@ class ObjectStore:
         path = self.path(key)
         if nbytes <= self._part_nbytes:
             self._client.check()
-            return WholeObjectWriter(path, lambda data: self._created(key, data), nbytes=nbytes)
+            return WholeObjectWriter(path, lambda data: self._created(key, data, may_be_ours=True), nbytes=nbytes)
         full = self._place.key(key)
         return StreamedObjectWriter(
             self._client,
@@ -195,19 +186,34 @@ class ObjectStore:
     def _asked(self, request: Callable[[], T]) -> T:
         return self._client.asked(self._pace.paced(request, self._left_s), self._left_s)
 
-    def _got(self, key: str, options: obstore.GetOptions, limit: int | None) -> tuple[int, bytes]:
-        """The size of an object, and the bytes that `options` ask for; none where it has more than `limit`."""
-        result = obstore.get(self._client.records, self._place.key(key), options=options)
-        size = result.meta["size"]
-        if limit is not None and size > limit:
-            return size, b""
-        data = bytes(result.bytes())
+    def _got(self, full: str, start: int, nbytes: int | None, limit: int | None) -> tuple[int, bytes]:
+        """The size of an object, and its `nbytes` from `start`, or those that are there; none where the object has more
+        than `limit`.
+
+        The range is asked for also where it is the whole object: the answer then has the size of the object beside that
+        of its own body. Raises `CutAnswerError` where the body has fewer bytes.
+        """
+        options: obstore.GetOptions = {"range": {"offset": start} if nbytes is None else (start, start + nbytes)}
+        try:
+            result = obstore.get(self._client.records, full, options=options)
+            size = result.meta["size"]
+            if limit is not None and size > limit:
+                return size, b""
+            data = bytes(result.bytes())
+        except OBSTORE_ERRORS as error:
+            if not is_out_of_range(error):
+                raise
+            size, data = obstore.head(self._client.records, full)["size"], b""
         self._pace.delay_s(nbytes=len(data), requests=0)  # the next request waits for them
+        there = max(size - start, 0)
+        if len(data) != (there if nbytes is None else min(nbytes, there)):
+            raise CutAnswerError(start, len(data))
         return size, data
 
-    def _created(self, key: str, data: Bytes) -> bool:
+    def _created(self, key: str, data: Bytes, *, may_be_ours: bool = False) -> bool:
+        """Create an object, as `create`. With `may_be_ours`, one with the same bytes that is there already counts as
+        created, whoever made it: a proxy may send a request twice, and only tell the answer to the second one."""
         path, full = self.path(key), self._place.key(key)
-        may_be_ours = False
 
         def create() -> bool:
             nonlocal may_be_ours
@@ -235,7 +241,7 @@ class ObjectStore:
     def _found(self, full: str) -> bytes | None:
         """The bytes of an object; None where there is none, or the server does not say."""
         try:
-            return bytes(obstore.get(self._client.records, full).bytes())
+            return self._got(full, 0, None, None)[1]
         except OBSTORE_ERRORS:
             return None
 
@@ -267,17 +273,32 @@ class ObjectReader:
             raise short(self._path, start=offset, wanted=len(out), found=max(self.nbytes - offset, 0))
         if not len(out):
             return
-        body = self._expected.body
-        if body is None or body.at != offset or stop > body.stop:
-            body = self._request(offset, stop)
         with self._reading():
-            done = body.fill(out)
-        if done < len(out):
-            raise short(self._path, start=offset, wanted=len(out), found=done)
+            for _ in range(_NUM_TRIES - 1):
+                with suppress(CutAnswerError):
+                    self._fill(offset, out)
+                    return
+            self._fill(offset, out)
 
     def close(self) -> None:
         """As `FileReader.close`."""
         self._expected = _Expected()
+
+    def _fill(self, offset: int, out: Bytes) -> None:
+        """Fill `out` from the body that arrives, or from another one. Raises `CutAnswerError` where it ends early."""
+        stop = offset + len(out)
+        body = self._expected.body
+        if body is None or body.at != offset or stop > body.stop:
+            body = self._request(offset, stop)
+        try:
+            done = body.fill(out)
+        except OBSTORE_ERRORS as error:
+            if not is_out_of_range(error):  # obstore asks for the rest of a body, and there is none
+                raise
+            done = 0
+        if done < len(out):
+            self._expected.body = None
+            raise CutAnswerError(offset, done)
 
     def _request(self, start: int, stop: int) -> _ArrivingBody:
         options: obstore.GetOptions = {"range": (start, stop)}

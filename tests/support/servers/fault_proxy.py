@@ -144,6 +144,10 @@ class FaultProxy:
             await _drop(body)
             raise _BrokenConnectionError
         end = _least(fault.answer_ends_at for fault in faults)
+        if (lack := _least(fault.answer_lacks for fault in faults)) is not None:
+            length = int(answer.headers[b"content-length"])
+            answer.headers[b"content-length"] = str(length - lack).encode()
+            end = min(length, length - lack)
         await _send(client[1], answer.raw, _cut(body, end), rate)
 
     def _faults_of(self, request: Request) -> list[Fault]:

@@ -60,6 +60,7 @@ class Fault:
     request_ends_at: int | None = None
     is_answer_lost: bool = False
     answer_ends_at: int | None = None
+    answer_lacks: int | None = None
 
     def after(self, number: int) -> Fault:
         """Spare the first `number` requests that match."""
@@ -98,6 +99,11 @@ class Fault:
     def cuts_the_answer(self, *, after: int) -> Fault:
         """Break the connection when so many bytes of the answer's body have reached the client."""
         return replace(self, answer_ends_at=after)
+
+    def shortens_the_answer(self, *, by: int) -> Fault:
+        """Give the answer a length that is smaller `by` so many bytes, and no more of its body: as if it were whole.
+        Where `by` is negative, the length is larger than the body, and the connection breaks behind it."""
+        return replace(self, answer_lacks=by)
 
     def waits(self, seconds: float) -> Fault:
         """Hold the request for so long before the server sees it."""
