@@ -53,11 +53,6 @@ class Memory:
         if not isinstance(protect, Copies | Parity | None):
             raise TypeError(f"protect is holdfast.Copies(n), holdfast.Parity(losses) or None, not {protect!r}")
         check_flag("require_protection", self.require_protection)
-        domain: object = self.domain
-        if not isinstance(domain, str | Path | None):
-            raise TypeError(
-                f"domain is a text such as block-2/rack-7, the Path of a file with it, or None, not {domain!r}"
-            )
         if self.require_protection and protect is None:
             raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
         self._check_domain()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import msgspec
 import numpy as np
@@ -30,7 +29,7 @@ from holdfast.format import manifest as fmt
 from holdfast.format.container import ALIGNMENT, FileLayout
 from holdfast.format.records import Place
 from holdfast.format.values import Node
-from holdfast.keeper.client import ensure_keeper
+from holdfast.keeper.client import ensure_keeper, start_early
 from holdfast.node_disk.disk_folder import own_folder, part_of, use_disk
 from holdfast.node_memory.arena import Register
 from holdfast.node_memory.claims import is_claimed
@@ -141,8 +140,7 @@ class Stager:
         if nbytes <= 0 or self._memory.current is not None or self._is_anothers():
             return
         memory = self._memory.opened(num_slots=self.num_slots, reserves=True)
-        start = partial(_start_early, memory.folder.path, text_of(self._run))
-        Thread(target=start, name="holdfast-keeper", daemon=True).start()
+        start_early(memory.folder.path, text_of(self._run))
         self._was_used = True
         self._take_memory(nbytes, device, early=True)
         self._reserved_nbytes = nbytes
@@ -494,15 +492,6 @@ class Stager:
             )
         self._watcher.look_at(slot)
         return slot
-
-
-def _start_early(folder: Path, run: str) -> None:
-    """Start a keeper, which takes some tenths of a second that no restore has to wait for."""
-    try:
-        with NodeFolder.at(folder) as opened:
-            ensure_keeper(opened, run)
-    except (HoldfastError, OSError) as error:
-        _log.info("no keeper was started early: %s", error)
 
 
 def next_share(agreed: Agreed, known: StoredShare | None, rank: int) -> StoredShare:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread, current_thread
 from typing import Final
 
 import holdfast
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.keeper.daemon import GRACE_S
 from holdfast.node_memory.inventory import LOG_NAME
 from holdfast.node_memory.keeper_lock import is_kept, require_protocol
@@ -24,6 +26,10 @@ _KILLED: Final = -9
 _INFO: Final = " INFO "
 #: A keeper that takes longer to start is killed. (Python itself may lie on a file system that hangs.)
 _START_LIMIT_S: Final = 20.0
+
+_log = logging.getLogger(__name__)
+#: The threads that start keepers early, by folder.
+_early: Final[dict[Path, Thread]] = {}
 
 
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
@@ -42,6 +48,11 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
     require_protocol(folder, timeout_s=2 * GRACE_S)
     if is_kept(folder):
         return
+    early = _early.get(folder.path)
+    if early is not None and early is not current_thread():
+        early.join()
+        if is_kept(folder):
+            return
     time.sleep(starts(folder).pause_s)
     num_starts = starts(folder).number  # others may have started one meanwhile
     if num_starts >= MAX_STARTS:
@@ -57,6 +68,25 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
         os.close(log)
     if status:
         raise _no_keeper(folder, run, f"status {status}")
+
+
+def start_early(folder: Path, run: str) -> None:
+    """Begin to start a keeper of `folder` in the background, unless that has begun: it takes some tenths of a second,
+    and the next `ensure_keeper` of this process waits for the rest of them. A failure is left to that call, too."""
+    early = _early.get(folder)
+    if early is None or not early.is_alive():
+        _early[folder] = Thread(target=_start_early, args=(folder, run), name="holdfast-keeper", daemon=True)
+        _early[folder].start()
+
+
+def _start_early(folder: Path, run: str) -> None:
+    try:
+        with NodeFolder.at(folder) as opened:
+            ensure_keeper(opened, run)
+    except (HoldfastError, OSError) as error:
+        _log.info("no keeper was started early: %s", error)
+    finally:
+        _early.pop(folder, None)
 
 
 def _started(run: str, node_dir: Path, log: int) -> int:
