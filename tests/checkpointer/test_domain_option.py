@@ -24,12 +24,12 @@ def test_a_domain_of_another_type_is_refused(domain: object) -> None:
 @pytest.mark.parametrize(
     ("content", "why"), [(b"", "is empty"), (b" /\n", "is empty"), (b"\xff\xfe", "cannot be read: 'utf-8' codec")]
 )
-def test_a_domain_file_without_a_name_does_not_count_as_no_domain(tmp_path: Path, content: bytes, why: str) -> None:
+def test_a_domain_file_without_a_name_does_not_count_as_no_domain(
+    tmp_path: Path, node_dir: Path, content: bytes, why: str
+) -> None:
     # An empty file gave no domain, and no warning: copies could lie in the rack of their owner.
     path = tmp_path / "domain"
     path.write_bytes(content)
-    node_dir = tmp_path / "node"
-    node_dir.mkdir()
     memory = Memory(protect=Copies(1), domain=path, require_protection=True, node_dir=node_dir)
     own = Checkpointer(tmp_path / "run", {"step": 1}, memory=memory)
     with pytest.raises(ConfigurationError, match=f"the file that names the failure domain of this node {why}") as told:
