@@ -43,11 +43,6 @@ def test_a_timeout_that_is_none_is_refused_by_every_verb(tmp_path: Path, timeout
     assert holdfast.open(run).step == 1
 
 
-@pytest.mark.parametrize("domain", [5, b"rack-7", ("block-2", "rack-7")])
-def test_a_failure_domain_that_is_no_text_and_no_path_is_refused_before_the_first_save(domain: object) -> None:
-    assert "domain is a text" in refusal(holdfast.Memory, protect=holdfast.Copies(1), domain=domain)
-
-
 @pytest.mark.parametrize("memory", ["2GB", True, 2**31])
 def test_a_size_given_as_memory_is_refused_before_the_first_save(tmp_path: Path, memory: object) -> None:
     assert "holdfast.Memory" in refusal(holdfast.Checkpointer, tmp_path / "run", state(), memory=memory)

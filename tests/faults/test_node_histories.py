@@ -54,6 +54,7 @@ def play(first: int, count: int, folder: Path, sockets: Path) -> None:
     assert counts["histories"] == count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_random_history_of_nodes_finds_the_newest_recoverable_state(tmp_path: Path, sockets: Path) -> None:
     play(QUICK_SEED, 1, tmp_path, sockets)

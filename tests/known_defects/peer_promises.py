@@ -440,7 +440,7 @@ PEER_MUTATIONS = [
     Mutation(  # dead ranks' copies stay
         "keeper/test_copy_reception.py::test_copies_that_are_owed_to_the_run_stay_and_others_make_way",
         "keeper/copies.py",
-        "                elif is_old and slot.remove_if(lambda record: record.state != SlotState.SEALED):",
+        "                elif (is_old or is_extra) and slot.remove_if(lambda record: record.state != SlotState.SEALED):",
         "                elif not slot:",
     ),
     Mutation(  # copy removed while received
