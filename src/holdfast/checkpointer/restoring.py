@@ -43,7 +43,6 @@ from holdfast.errors import ConfigurationError, HoldfastError, IncompatibleError
 from holdfast.format import records
 from holdfast.format import values as value_codec
 from holdfast.format.records import Fork, Place, Seal
-from holdfast.keeper.client import start_early
 from holdfast.loading import load_from_storage
 from holdfast.loading.load_options import LoadOptions
 from holdfast.loading.older import begin_with_older, restore_older
@@ -52,7 +51,6 @@ from holdfast.node_disk.disk_folder import check_root, use_disk
 from holdfast.node_disk.disk_store import is_disk_failure
 from holdfast.node_memory.claims import Claim, has_trainer
 from holdfast.node_memory.generations import Generation, give_up_generation
-from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import Slot, promote_all
 from holdfast.phases import attempt, done, told
@@ -433,8 +431,6 @@ def _looked_at(
                 parts = drained_parts(folder, run)
                 found = inventory(folder, slots, parts.values(), held_rows(folder))
                 found = msgspec.structs.replace(found, protect=node.protect)
-                if options is not None and not is_kept(folder):  # a new node needs one to get what others hold
-                    start_early(folder.path, text_of(run))
                 return FoundOnNode(folder, slots, parts, found)
 
         def give_up() -> None:
