@@ -251,6 +251,7 @@ class TestSteps:
 
 class TestPreemption:
     def test_a_signal_saves_the_step_and_ends_the_loop(self, run: str, state: dict[str, object]) -> None:
+        Checkpointer(run, state, memory=None, save=OnPreemption()).close()  # a job of an earlier test may be leaving
         ours = signal.getsignal(signal.SIGTERM)
         with Checkpointer(run, state, memory=None, save=EverySteps(4) | OnPreemption()) as checkpointer:
             for step in checkpointer.steps(100):
