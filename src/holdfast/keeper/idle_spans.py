@@ -21,7 +21,7 @@ _MAX_NUM_SPANS: Final = 8
 _PAUSE_SHARE: Final = 0.25
 _LONGER_QUANTILE: Final = 0.8
 #: A period has been found when this share of spans is like those of the period before: they differ by `_LIKE` at most.
-_LIKE: Final = 0.35
+_LIKE: Final = 0.25
 _LIKE_SHARE: Final = 0.75
 _MIN_NUM_PAIRS: Final = 5
 #: The span that is foretold is one of the shorter of its kind.
