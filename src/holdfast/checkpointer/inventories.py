@@ -1,4 +1,4 @@
-"""What a node has of checkpoints, as its ranks tell the first one before it chooses which checkpoint all restore."""
+"""The inventories of nodes: ranks tell the first one which parts of checkpoints their node has, before it chooses."""
 
 from __future__ import annotations
 

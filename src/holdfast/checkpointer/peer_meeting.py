@@ -138,9 +138,9 @@ class PeerMeeting:
         channel: Channel,
         deadline: Deadline,
     ) -> None:
-        """Meet after a restore from memory, and have what the nodes hold protected again, with the copies that are
-        `left` of lost nodes. Does nothing where a job trains on a node: its own nodes protect it. Collective. Whatever
-        prevents it is not an error: the first save meets, and says what is wrong."""
+        """Meet after a restore, and have what the nodes hold protected again, with the copies that are `left` of lost
+        nodes, and memory taken for copies. Does nothing where a job trains on a node: its own nodes protect it.
+        Collective. Whatever prevents it is not an error: the first save meets, and says what is wrong."""
         self.copies_left = left
 
         def make_ready() -> None:
@@ -152,7 +152,7 @@ class PeerMeeting:
             channel.confirm("keepers", attempt(make_ready), deadline)
             self._meet(folder, part, channel, deadline)
         except HoldfastError as error:
-            _log.info("what this job restored from memory is not protected before its first save: %s", error)
+            _log.info("the nodes protect nothing before the first save of this job: %s", error)
         else:
             self.error = None
 

@@ -111,8 +111,8 @@ class Stager:
         return "" if self._meeting is None else repr(self._meeting.rules.policy)
 
     def protect_again(self, part: ProtectedPart, left: CopiesLeft | None, channel: Channel, deadline: Deadline) -> None:
-        """After a restore from memory, meet the keepers of the other nodes, so that they protect again what the nodes
-        hold, with the copies that are `left` of lost ones. Collective."""
+        """After a restore, meet the keepers of the other nodes, so that they protect again what the nodes hold, with
+        the copies that are `left` of lost ones, and take memory for copies. Collective."""
         assert self._meeting is not None
         run = text_of(self._run)
         # Without a claim: the other ranks of this node would take it for that of a job that trains.

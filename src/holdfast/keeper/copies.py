@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format import container
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.format.records import Place
+from holdfast.keeper.own_slots import file_numbers
 from holdfast.keeper.peer_generations import GenerationSink, PeerGenerations
 from holdfast.keeper.peer_memory import KEPT, free, opened, reserved
 from holdfast.keeper.persist import Sealing
@@ -271,7 +272,7 @@ class PeerCopies:
             mine = [
                 slot for slot in self._copies.values() if slot.refresh().state in KEPT and _has(slot, checkpoint_id)
             ]
-        return [slot for slot in mine if any(part.file in files for part in _files(slot))]
+        return [slot for slot in mine if not file_numbers(slot).isdisjoint(files)]
 
     def named(self, name: str) -> Slot | None:
         """The copy called `name`, if it is there."""
@@ -456,10 +457,6 @@ def _is_of(slot: Slot, offer: OfferCopy) -> bool:
     record = slot.refresh()
     digests = tuple(filter(None, record.digests))
     return record.state in KEPT and record.contents == offer.contents and digests == offer.digests
-
-
-def _files(slot: Slot) -> tuple[SlotFile, ...]:
-    return () if slot.record.contents is None else slot.record.contents.files
 
 
 def _has(slot: Slot, checkpoint_id: str) -> bool:

@@ -49,7 +49,7 @@ class OwnSlots:
 
     def all(self) -> list[Slot]:
         """All of them."""
-        return list({file.slot.name: file.slot for file in self._files.values()}.values())
+        return list({each.slot.name: each.slot for each in self._files.values()}.values())
 
     @contextmanager
     def reading(self, slot: Slot) -> Iterator[None]:
@@ -65,8 +65,9 @@ class OwnSlots:
 
     def of(self, checkpoint_id: str) -> list[Slot]:
         """The slots with a part of a checkpoint."""
-        found = {file.slot.name: file.slot for (id_, _), file in self._files.items() if id_ == checkpoint_id}
-        return list(found.values())
+        return list(
+            {each.slot.name: each.slot for (id_, _), each in self._files.items() if id_ == checkpoint_id}.values()
+        )
 
     @contextmanager
     def region(self, get: GetRange) -> Iterator[Region]:
@@ -98,3 +99,8 @@ class OwnSlots:
         if start < 0 or nbytes < 0 or start + nbytes > found.part.nbytes:
             raise not_held(f"{nbytes} bytes from {start} on of file {file}")
         return found.slot, found.part.start + start
+
+
+def file_numbers(slot: Slot) -> set[int]:
+    """The numbers of the data files in a slot, as it was last read."""
+    return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}

@@ -9,8 +9,19 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.peers.peer_messages import CopyKept, Damaged, Declined, Noted, PeerReply, PeerRequest, RequestRefused
+from holdfast.peers.peer_messages import (
+    CopyKept,
+    Damaged,
+    Declined,
+    Noted,
+    PeerReply,
+    PeerRequest,
+    PutGeneration,
+    RequestRefused,
+)
 from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
 #: Limit for a peer to answer, where nothing says otherwise.
@@ -84,6 +95,14 @@ def ask(way: Way, request: PeerRequest, *, timeout_s: float = ANSWER_S) -> PeerR
     except HoldfastError as error:
         _log.info("%s", error)
         return None
+
+
+def put_generation(
+    way: Way, connection: PeerConnection, checkpoint_id: str, generation: bytes, *, timeout_s: float
+) -> None:
+    """Send the encoded `generation` of a checkpoint. Raises `StorageError` where the peer does not take it."""
+    put = PutGeneration(checkpoint_id, len(generation))
+    require(connection.put(put, np.frombuffer(generation, np.uint8), timeout_s=timeout_s), Noted, way)
 
 
 def require(reply: PeerReply, kind: type[PeerReply], way: Way) -> None:

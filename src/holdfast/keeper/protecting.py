@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
-from holdfast.keeper.own_slots import OwnSlots
+from holdfast.keeper.own_slots import OwnSlots, file_numbers
 from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
@@ -279,19 +279,22 @@ class Protection:
         marked = protected_ids(self._folder)
         session.forget(whole)
         due = _newest(whole, marked)
-        if session.awaits_mark(due, marked):
-            pass  # peers would fill again what is just being marked
-        elif session.table.parity is None:
-            for slot in due:
-                for target in session.table.partners:
-                    self._start_copy(session, slot, target)
-        elif due:
-            self._offer_parity(session, due)
+        if due and not session.awaits_mark(due, marked):  # else peers fill again what is just being marked
+            self._send_due(session, due)
         if not due:
             session.unmarked = ""
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
+
+    def _send_due(self, session: _PeerSession, due: Sequence[Slot]) -> None:
+        """Start to send the `due` slots of a checkpoint to all nodes that protect them."""
+        if session.table.parity is not None:
+            self._offer_parity(session, due)
+            return
+        for slot in due:
+            for target in session.table.partners:
+                self._start_copy(session, slot, target)
 
     def _adopted(self, session: _PeerSession) -> list[Slot]:
         """The copies that this node protects, because their owners are lost. Nodes that share parity do not."""
@@ -363,8 +366,10 @@ class Protection:
     def _send_copies(self, request: SendCopies) -> PeerReply:
         """Send slots to a node that is to restore from them: this one has no part in the job any more."""
         way, sealing = self._way_to(request.address), self._generations.sealing(request.checkpoint_id)
-        slots = [slot for slot in self._own.of(request.checkpoint_id) if not _files(slot).isdisjoint(request.files)]
-        if way is None or sealing is None or not set(request.files) <= set().union(*map(_files, slots)):
+        slots = [
+            slot for slot in self._own.of(request.checkpoint_id) if not file_numbers(slot).isdisjoint(request.files)
+        ]
+        if way is None or sealing is None or not set(request.files) <= set().union(*map(file_numbers, slots)):
             return Declined("this node does not have these files any more")
         try:
             for slot in slots:
@@ -554,11 +559,6 @@ class Protection:
             if trouble:
                 _log.error("%s", trouble)
             note_peer_trouble(self._folder, trouble)
-
-
-def _files(slot: Slot) -> set[int]:
-    """The numbers of the files in a slot."""
-    return set() if slot.record.contents is None else {part.file for part in slot.record.contents.files}
 
 
 def _held(slot: Slot) -> ListedSlot:

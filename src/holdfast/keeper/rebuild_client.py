@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
-
-from holdfast.keeper.peer_ways import Way, require
+from holdfast.keeper.peer_ways import Way, put_generation
 from holdfast.peers.peer_messages import (
     CopyWanted,
-    Noted,
     OfferCopy,
     PeerReply,
-    PutGeneration,
     RebuildCopy,
 )
 
@@ -33,9 +29,7 @@ def rebuild_copy(way: Way, offer: OfferCopy, generation: bytes, request: Rebuild
         if not isinstance(reply, CopyWanted):
             return reply
         if reply.needs_generation:
-            put = PutGeneration(offer.contents.checkpoint_id, len(generation))
-            data = np.frombuffer(generation, np.uint8)
-            require(connection.put(put, data, timeout_s=timeout_s), Noted, way)
+            put_generation(way, connection, offer.contents.checkpoint_id, generation, timeout_s=timeout_s)
         token, group = reply.token, request.group
         wanted = RebuildCopy(token, group, request.lost, request.addresses, request.own)
         return connection.ask(wanted, timeout_s=timeout_s)

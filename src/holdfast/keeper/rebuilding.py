@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.errors import HoldfastError
 from holdfast.keeper.copies import CopyFilling, PeerCopies
-from holdfast.keeper.own_slots import OwnSlots
+from holdfast.keeper.own_slots import OwnSlots, file_numbers
 from holdfast.keeper.parity_rows import ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_ways import PeerConnections, Way, require
@@ -116,7 +116,7 @@ class ChainSums:
         """Hash again what this node has of a checkpoint."""
         id_ = check.checkpoint_id
         sealing, slots = self._generations.sealing(id_), self._own.of(id_)
-        held = {part.file for slot in slots if slot.record.contents for part in slot.record.contents.files}
+        held = set[int]().union(*map(file_numbers, slots))
         if sealing is None or not held >= set(check.files):
             return Damaged("this node has no longer what it had of the checkpoint")
         try:

@@ -1,4 +1,4 @@
-"""How fast this node sends copies, which tells a restore from which node to read."""
+"""The speed at which this node sends copies. A restore reads from nodes by their speeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MIN_NBYTES: Final = 4 << 20
 
 @dataclass
 class _ToPeer:
-    """What goes to one peer: the transfers under way, and the bytes of those that ended, since the first one began."""
+    """The traffic to one peer: the transfers under way, and the bytes of those that ended since the first one began."""
 
     num_active: int = 0
     begun_s: float = 0.0

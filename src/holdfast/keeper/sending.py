@@ -1,4 +1,4 @@
-"""What the threads of a keeper that send do: they offer slots to a peer, and send them, or have it take memory."""
+"""The work of the threads of a keeper that send: they offer slots to a peer, and send them, or have it take memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Final
 
-import numpy as np
-
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.keeper.copies import NUM_COPIES
-from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, require
+from holdfast.keeper.peer_ways import ANSWER_S, Way, ask, put_generation, require
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import encode_generation
+from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.slots import Contents, Slot, SlotFile
 from holdfast.peers.peer_messages import (
     CopyKept,
@@ -25,7 +24,6 @@ from holdfast.peers.peer_messages import (
     OfferParity,
     ParityWanted,
     PrepareCopies,
-    PutGeneration,
     PutRange,
 )
 from holdfast.peers.transport import PeerConnection, Region
@@ -62,15 +60,15 @@ def offer_parity(way: Way, offer: OfferParity, sealing: Sealing) -> bool:
 
 
 def _put_generation(way: Way, connection: PeerConnection, sealing: Sealing) -> None:
-    data = encode_generation(sealing.generation)
-    put = PutGeneration(sealing.generation.checkpoint_id, len(data))
-    require(connection.put(put, np.frombuffer(data, np.uint8), timeout_s=_RANGE_S), Noted, way)
+    generation = sealing.generation
+    data = encode_generation(generation)
+    put_generation(way, connection, generation.checkpoint_id, data, timeout_s=_RANGE_S)
 
 
 def offer_of(slot: Slot) -> OfferCopy:
     """The offer of a sealed slot."""
     assert slot.record.contents is not None
-    return OfferCopy(slot.record.contents, tuple(filter(None, slot.record.digests)), slot.rank)
+    return OfferCopy(slot.record.contents, SlotDigests.of(slot).digests, slot.rank)
 
 
 def send_copy(

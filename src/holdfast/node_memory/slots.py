@@ -92,7 +92,7 @@ _CELL: Final = struct.Struct("<8sQI16s")
 
 
 class SlotKind(StrEnum):
-    """What a slot is for, which its name begins with: a snapshot of a rank of this node; a copy of a slot of another
+    """The kind of a slot, with which its name begins: a snapshot of a rank of this node; a copy of a slot of another
     node; or a row of parity of slots of other nodes."""
 
     SNAPSHOT = "slot"
@@ -295,7 +295,7 @@ class Slot:
 
     @property
     def kind(self) -> SlotKind:
-        """What the slot is for."""
+        """The kind of the slot, from its name."""
         return SlotKind(self.name.partition("-")[0])
 
     @property
