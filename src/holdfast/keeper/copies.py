@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import Final, NamedTuple
@@ -28,6 +28,7 @@ from holdfast.keeper.own_slots import file_numbers
 from holdfast.keeper.peer_generations import GenerationSink, PeerGenerations
 from holdfast.keeper.peer_memory import KEPT, free, opened, reserved
 from holdfast.keeper.persist import Sealing
+from holdfast.keeper.slot_readers import SlotReaders
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import (
@@ -105,6 +106,8 @@ class PeerCopies:
         self._rebuilt: dict[str, Place | None] = {}
         #: The names of copies that the keeper is sending to other nodes. It sets them, and they stay meanwhile.
         self.being_sent: frozenset[str] = frozenset()
+        #: The copies that threads of the listener are sending to nodes that restore.
+        self._readers = SlotReaders()
         #: The ranks for whose copies a thread is taking a slot, or memory. Changes are notified.
         self._preparing: set[int] = set()
         self._changed = Condition(self._lock)
@@ -274,6 +277,16 @@ class PeerCopies:
             ]
         return [slot for slot in mine if not file_numbers(slot).isdisjoint(files)]
 
+    @property
+    def whole(self) -> list[Slot]:
+        """The whole copies."""
+        with self._lock:
+            return [slot for slot in self._copies.values() if slot.refresh().state in KEPT]
+
+    def reading(self, copy: Slot) -> AbstractContextManager[None]:
+        """The copy stays as it is inside the ``with`` block."""
+        return self._readers.reading(copy.name)
+
     def named(self, name: str) -> Slot | None:
         """The copy called `name`, if it is there."""
         return self._copies.get(name)
@@ -288,7 +301,7 @@ class PeerCopies:
                 if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
                     del self._incoming[token]
                     each.slot.advance(SlotRecord(SlotState.FREE))
-            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            busy = self._busy()
             idle = {name: slot for name, slot in self._copies.items() if name not in busy}
             last: dict[int, Place] = {}
             for slot in idle.values():
@@ -316,7 +329,7 @@ class PeerCopies:
     def give_back(self) -> None:
         """Remove all copies but those that are owed to the run, or being received or sent."""
         with self._lock:
-            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
+            busy = self._busy()
             for name in self._copies.keys() - busy:
                 if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
@@ -327,6 +340,11 @@ class PeerCopies:
             for slot in self._copies.values():
                 slot.close()
             self._copies.clear()
+
+    def _busy(self) -> set[str]:
+        """The names of the copies that are being received or sent."""
+        received = {each.slot.name for each in self._incoming.values()}
+        return received | self.being_sent | self._readers.names
 
     def end_transfer(self, incoming: _Incoming) -> None:
         """Note that a range has arrived, or that its connection broke."""
@@ -357,7 +375,7 @@ class PeerCopies:
     def _take(self, rank: int, contents: Contents) -> Slot | None:
         """A copy of `rank` that is not needed any more, under this process's lock; None where there is none. Removes
         those that are too small."""
-        newest = self._generations.newest_protected()
+        newest, busy = self._generations.newest_protected(), self._busy()
         mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
         whole = [slot for slot in mine if slot.refresh().state in KEPT]
         places = {slot.record.contents.place for slot in whole if slot.record.contents is not None}
@@ -369,7 +387,7 @@ class PeerCopies:
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
             is_one_too_many = held is not None and is_full and held.place == spare
-            is_needed = is_needed or slot.name in self.being_sent
+            is_needed = is_needed or slot.name in busy
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue
             if slot.nbytes >= _nbytes(contents):
