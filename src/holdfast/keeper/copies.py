@@ -128,12 +128,11 @@ class PeerCopies:
                 return Declined("another connection is sending a copy of that rank")
             self._preparing.add(offer.rank)
         try:
-            slot = self._slot_for(offer)
+            sealing = self._generations.sealing(offer.contents.checkpoint_id)
+            incoming, token = _Incoming(offer, self._slot_for(offer), sealing), secrets.randbits(63)
             self._generations.expect(offer.contents.checkpoint_id)
-            incoming = _Incoming(offer, slot, self._generations.sealing(offer.contents.checkpoint_id))
-            token = secrets.randbits(63)
             with self._lock:
-                self._copies[slot.name] = slot
+                self._copies[incoming.slot.name] = incoming.slot
                 self._incoming[token] = incoming
         except (HoldfastError, OSError) as error:
             return Declined(str(error))
@@ -235,7 +234,12 @@ class PeerCopies:
                 return Damaged("it was not sent as a whole")
             del self._incoming[token]
         slot, offer = incoming.slot, incoming.offer
-        if (damage := _damage(incoming)) is not None:
+        try:
+            damage = _damage(incoming)
+        except BaseException:
+            slot.advance(SlotRecord(SlotState.FREE))
+            raise
+        if damage is not None:
             slot.advance(SlotRecord(SlotState.FREE))
             return Damaged(damage)
         slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
@@ -302,7 +306,13 @@ class PeerCopies:
                     del self._incoming[token]
                     each.slot.advance(SlotRecord(SlotState.FREE))
             busy = self._busy()
-            idle = {name: slot for name, slot in self._copies.items() if name not in busy}
+            for name in self._rebuilt.keys() - self._copies.keys():
+                del self._rebuilt[name]
+            idle = {
+                name: slot
+                for name, slot in self._copies.items()
+                if name not in busy and slot.rank not in self._preparing
+            }
             last: dict[int, Place] = {}
             for slot in idle.values():
                 contents = slot.refresh().contents
@@ -330,8 +340,10 @@ class PeerCopies:
         """Remove all copies but those that are owed to the run, or being received or sent."""
         with self._lock:
             busy = self._busy()
-            for name in self._copies.keys() - busy:
-                if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
+            for name, slot in list(self._copies.items()):
+                if name in busy or slot.rank in self._preparing:
+                    continue
+                if slot.remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
 
     def close(self) -> None:
