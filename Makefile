@@ -10,6 +10,8 @@ VENV := .venv
 #: The layers that have environments of their own.
 APART := deepspeed executors megatron planes ray stores titan vllm
 export PYTHON TORCH_INDEX
+# Jobs, ranks and keepers start by the hundred: they load bytecode that the first of them wrote, as from a package of pip.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-nodes test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
