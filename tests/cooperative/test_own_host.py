@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from holdfast.cooperative.network import own_host
+from tests.support.namespaces import INTERFACE
 from tests.support.nodes import Network, Node
 
 
@@ -35,6 +37,29 @@ def test_a_host_whose_name_leads_to_its_loopback_gives_others_an_address_that_th
     assert told_on(first, first.name, tmp_path) == first.address
     assert told_on(first, other.name, tmp_path) == first.address
     assert told_on(first, other.address, tmp_path) == first.address
+
+
+def test_a_host_without_ipv4_gives_others_its_ipv6_address(network: Network, tmp_path: Path) -> None:
+    (node,) = network.start(1)
+    script = f"""if True:
+        import os, socket, subprocess
+        open("/proc/sys/net/ipv6/conf/all/disable_ipv6", "w").write("0")
+        def ip(*words): subprocess.run(["ip", *words], check=True)
+        ip("-4", "addr", "flush", "dev", "{INTERFACE}")
+        ip("-6", "addr", "add", "fd00:77::1/64", "dev", "{INTERFACE}", "nodad")
+        ip("-6", "route", "add", "default", "via", "fd00:77::2")
+        from holdfast.cooperative.network import TcpTransport, own_host
+        from holdfast.keeper.link_counters import interface_to
+        for os.environ["MASTER_ADDR"] in ("fd00:77::2", "fd00:99::1", "fd00:77::1"):
+            assert own_host() == "fd00:77::1", own_host()
+        assert interface_to("fd00:77::2") == interface_to("fd00:99::1") == "{INTERFACE}"
+        assert interface_to("fd00:77::1") == interface_to("::1") == "lo"
+        with TcpTransport(0) as first:
+            assert first.address.startswith("fd00:77::1:")
+            socket.create_connection((first.address.rpartition(":")[0], int(first.address.rpartition(":")[2]))).close()
+    """
+    process = node.popen([sys.executable, "-c", script], log=tmp_path / "log")
+    assert process.wait() == 0, (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "127.0.1.1"])

@@ -33,6 +33,17 @@ ib0\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 eth1\t00004D0A\t00000000\t0001\t0\t0\t5\t00FFFFFF\t0\t0\t0
 none\t07004D0A\t00000000\t0201\t0\t0\t0\tFFFFFFFF\t0\t0\t0
 """
+#: As the kernel writes them: destination, source, gateway, metric, two counts, flags, interface.
+ROUTES_6 = "".join(
+    f"{destination} {'0' * 32} 00 {'0' * 32} {metric} 00000001 00000000 {flags} {interface}\n"
+    for destination, metric, flags, interface in (
+        ("fd000077000000000000000000000000 40", "00000100", "00000001", "ib0"),
+        ("fd000077000000000000000000000000 40", "00000005", "00000001", "eth1"),
+        ("fd000077000000000000000000000000 40", "00000001", "00000200", "none"),
+        ("00000000000000000000000000000000 00", "00000400", "00000003", "eth0"),
+        ("00000000000000000000000000000000 00", "ffffffff", "00200200", "lo"),
+    )
+)
 
 
 class Training:
@@ -214,6 +225,12 @@ def test_the_route_with_the_longest_prefix_and_the_least_metric_leads_to_a_peer(
     if sys.byteorder == "little":
         assert chosen_route(ROUTES, address) == interface
     assert chosen_route(ROUTES.splitlines()[0], address) is None
+
+
+def test_routes_of_ipv6_lead_to_peers_too() -> None:
+    assert chosen_route(ROUTES_6, "fd00:77::9") == "eth1"
+    assert chosen_route(ROUTES_6, "2001:db8::1") == "eth0"
+    assert chosen_route(ROUTES_6.splitlines()[-1], "2001:db8::1") is None
 
 
 def test_the_own_addresses_of_a_node_are_reached_by_loopback_whose_bytes_are_counted() -> None:

@@ -30,8 +30,8 @@ _HELLO = struct.Struct("<16sI")
 _CHUNK = struct.Struct("<QQ8s")
 _RETRY_S = 0.01
 _LOOPBACK = "127.0.0.1"
-#: An address that no host has (RFC 5737), which therefore lies behind the default route.
-_OUTSIDE = "192.0.2.1"
+#: Addresses that no host has (RFC 5737, RFC 3849), which therefore lie behind the default route.
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
 class TcpTransport:
@@ -44,11 +44,11 @@ class TcpTransport:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._listener = socket.create_server((own_host(), 0), backlog=1024)
+        host = own_host()
+        self._listener = socket.create_server((host, 0), family=_family(host), backlog=1024)
         self._links: dict[int, _Link] = {}
         self._connections: list[socket.socket] = []
-        host, port = self._listener.getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
 
     def connect(
         self,
@@ -227,7 +227,8 @@ class _Turns:
 
 
 def own_host() -> str:
-    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``.
+    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``: of IPv6, if IPv4 does
+    not lead there.
 
     On the host that has this address, its name often leads to the loopback (as in the /etc/hosts of Debian), where
     other hosts reach nothing. There it is the address of the default route, if the host has one.
@@ -235,22 +236,37 @@ def own_host() -> str:
     master = os.environ.get("MASTER_ADDR", "")
     found = _address_towards(master or socket.gethostname())
     if _is_loopback(found) and master and master != "localhost" and not _is_loopback(master):
-        found = _address_towards(_OUTSIDE)
+        others = (_address_towards(each) for each in _OUTSIDE)
+        found = next((each for each in others if not _is_loopback(each)), found)
     return found
 
 
 def _address_towards(host: str) -> str:
     """The address from which this host reaches `host`; that of the loopback if it cannot."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing: only makes the system choose a route
+    try:
+        ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    except OSError:
+        return _LOOPBACK
+    ways.sort(key=lambda way: way[0] != socket.AF_INET)
+    return next(filter(None, (_own_address(family, address) for family, _, _, _, address in ways)), _LOOPBACK)
+
+
+def _own_address(family: int, other: tuple[object, ...]) -> str | None:
+    """The address from which this host reaches `other`, of the same family; None if it cannot."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(other)  # sends nothing: only makes the system choose a route
             return str(probe.getsockname()[0])
-        except OSError:
-            return _LOOPBACK
+    except OSError:
+        return None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _is_loopback(host: str) -> bool:
-    return host.startswith("127.")
+    return host.startswith("127.") or host == "::1"
 
 
 def _fill(connection: socket.socket, out: memoryview) -> None:
