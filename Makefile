@@ -23,9 +23,9 @@ demo: $(VENV)/peers.stamp
 demo-nodes: $(VENV)/dev.stamp
 	$(VENV)/bin/python -m demo.nodes
 
-# Two at a time, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
+# Two for each of two cores, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest -q -n 3 --dist loadfile
+	$(VENV)/bin/pytest -q -n 4 --dist loadfile
 
 # No stacks in mid-run: faulthandler reads the frames of threads that go on running, and that crashed a long test.
 test-slow: $(VENV)/dev.stamp
