@@ -25,6 +25,7 @@ from holdfast.peers.peer_messages import (
     Noted,
     OfferCopy,
     PeerReply,
+    PrepareCopies,
     PutGeneration,
     PutRange,
 )
@@ -245,6 +246,36 @@ def test_what_is_being_received_stays_though_it_looks_old(
     copies.give_back()
     send(copies, token, whole(saved.slots[0]))
     assert copies.finish(token) == CopyKept()
+
+
+@pytest.mark.parametrize("look", ["tend", "give back"])
+def test_a_look_of_the_keeper_while_an_offer_takes_a_slot_leaves_it_the_slot(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder], monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """The look released the lock of the slot. The copy was refused when it was complete, and its slot was never freed."""
+    mark_protected(folders[1], CHECKPOINT)
+    offer = offer_of(saved.slots[0])
+    assert copies.prepare(PrepareCopies(0, len(whole(saved.slots[0])), 1)) == Noted()
+
+    def expect(*_: object) -> None:
+        copies.tend(()) if look == "tend" else copies.give_back()
+
+    monkeypatch.setattr(PeerGenerations, "expect", expect)
+    token = wanted(copies, offer)
+    send(copies, token, whole(saved.slots[0]))
+    assert copies.finish(token) == CopyKept()
+
+
+def test_a_copy_of_a_file_that_its_checkpoint_does_not_have_frees_its_slot(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder]
+) -> None:
+    """Its slot stayed as it was while it was received, until the keeper ended."""
+    offer = offer_of(saved.slots[0])
+    token = wanted(copies, msgspec.structs.replace(offer, contents=msgspec.structs.replace(offer.contents, file=99)))
+    send(copies, token, whole(saved.slots[0]))
+    with pytest.raises(IndexError):
+        copies.finish(token)
+    assert state_of(copies, folders[1]) == SlotState.FREE
 
 
 def later_than(saved: Saved, folder: NodeFolder, stack: ExitStack) -> Later:

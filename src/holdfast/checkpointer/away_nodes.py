@@ -1,7 +1,7 @@
 """Nodes that had a part in the last job and have none in this one: what their keepers still hold.
 
 A job that goes on with fewer nodes, or with others, may have left its newest state there. The last job's table of peers
-names their addresses, and its secret lies beside it.
+names their addresses, and its secret lies beside it. Any node of that job has them: the first one may be new.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from holdfast.checkpointer.rebuild_plan import AwaySlot
 from holdfast.cooperative.network import own_host
 from holdfast.errors import HoldfastError
+from holdfast.format.container import FileLayout, Files
 from holdfast.keeper.peer_ways import Way, require
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.peering import digest_of, noted_secret, noted_table
+from holdfast.node_memory.parity_records import SlotDigests
+from holdfast.node_memory.peering import PeerNode, digest_of, noted_secret, noted_table
 from holdfast.peers.peer_messages import ListedSlot, ListedSlots, ListHeld
 from holdfast.peers.tcp import TcpPeers
 
@@ -30,28 +34,51 @@ _NUM_ASKED: Final = 64
 _log = logging.getLogger(__name__)
 
 
-class AwaySlots(NamedTuple):
-    """The slots on nodes that have no part in the job, by checkpoint, and the secret that their keepers know."""
+class KnownPeers(msgspec.Struct, frozen=True, array_like=True):
+    """The nodes of a job, as one of them knows them, and its secret."""
 
     secret: bytes = b""
-    by_id: Mapping[str, Sequence[AwaySlot]] = {}
+    nodes: tuple[PeerNode, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A name that the nodes of other jobs do not have; it does not tell the secret. "" where none is known."""
+        return digest_of(self.secret).hex() if self.secret else ""
 
 
-def away_slots(folder: NodeFolder, present: Collection[str]) -> AwaySlots:
-    """Ask the nodes of the last job that are not `present`, by identity, for their slots. `folder` is that of this
-    node; where it had no part in that job, none is found. Blocks for seconds if nodes do not answer."""
+def known_peers(folder: NodeFolder) -> KnownPeers:
+    """The nodes of the last job that the node of `folder` had a part in; none where they did not meet."""
     secret, table = noted_secret(folder), noted_table(folder)
     if secret is None or table is None or table.secret_digest != digest_of(secret.secret):
-        return AwaySlots()
+        return KnownPeers()
+    return KnownPeers(secret.secret, table.nodes)
+
+
+def away_slots(peers: KnownPeers, present: Collection[str]) -> Mapping[str, Sequence[AwaySlot]]:
+    """Ask the nodes of the last job that are not `present`, by identity, for the slots and copies that they hold.
+    Returns these by checkpoint. Blocks for seconds if nodes do not answer."""
     transport = TcpPeers(own_host())
-    ways = [Way(transport, node.address, secret.secret) for node in table.nodes if node.identity not in present]
+    ways = [Way(transport, node.address, peers.secret) for node in peers.nodes if node.identity not in present]
     found = defaultdict[str, list[AwaySlot]](list)
     if ways:
         with ThreadPoolExecutor(min(len(ways), _NUM_ASKED), thread_name_prefix="holdfast-away") as pool:
             for way, slots in zip(ways, pool.map(_held_at, ways), strict=True):
                 for each in slots:
                     found[each.checkpoint_id].append(AwaySlot(way.address, each.slot))
-    return AwaySlots(secret.secret, found)
+    return found
+
+
+def fits(layouts: Files, slot: SlotDigests) -> bool:
+    """Whether a slot has files of the checkpoint with these `layouts`: another node says so."""
+    return len(slot.files) == len(slot.digests) and all(
+        0 <= part.file < len(layouts.manifest.file_names)
+        and (part.data_start, part.nbytes) == _sizes(layouts.layout(part.file))
+        for part in slot.files
+    )
+
+
+def _sizes(layout: FileLayout) -> tuple[int, int]:
+    return layout.data_start, layout.nbytes
 
 
 def _held_at(way: Way) -> tuple[ListedSlot, ...]:

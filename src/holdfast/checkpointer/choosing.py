@@ -18,9 +18,17 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.away_nodes import AwaySlots, away_slots
-from holdfast.checkpointer.inventories import HeldFile, Inventory, Unknown, generation_of
-from holdfast.checkpointer.rebuild_plan import FetchedSlot, LostSlots, NodeShare, Rebuild, plan_fetch, plan_rebuild
+from holdfast.checkpointer.away_nodes import KnownPeers, away_slots, fits, known_peers
+from holdfast.checkpointer.inventories import HeldFile, Inventory, ToldKnowledge, Unknown, generation_of
+from holdfast.checkpointer.rebuild_plan import (
+    AwaySlot,
+    FetchedSlot,
+    LostSlots,
+    NodeShare,
+    Rebuild,
+    plan_fetch,
+    plan_rebuild,
+)
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -72,7 +80,7 @@ class BadCopy(NamedTuple):
 
 class FailedNode(NamedTuple):
     """A node whose own slots and parity of a checkpoint cannot be used: this restore has found damage there, or had no
-    answer."""
+    answer. A node that has no part in the job is known by the address of its keeper alone."""
 
     checkpoint_id: str
     node: str
@@ -193,8 +201,10 @@ class Survey:
         self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
-        self._folder: NodeFolder | None = None
-        self._away_slots: AwaySlots | None = None
+        #: The nodes of the last job, and the rank that knows of a later one than rank 0's node.
+        self._peers = KnownPeers()
+        self._peers_sender: int | None = None
+        self._away_slots: Mapping[str, Sequence[AwaySlot]] | None = None
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
@@ -202,7 +212,7 @@ class Survey:
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories, self._held, self._folder = inventories, {}, folder
+        self._inventories, self._held, self._peers = inventories, {}, known_peers(folder)
         self._bad = frozenset(
             BadCopy(
                 each.checkpoint_id,
@@ -214,10 +224,14 @@ class Survey:
         )
         self._speeds = {each.node: each.sent_bytes_per_s for each in inventories if each.sent_bytes_per_s}
         told: dict[str, tuple[HeldFile, ...]] = {}
+        newest: dict[str, tuple[Place, int]] = {}  # by last job, the newest place there, and a rank that knows the job
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
                 continue
             told[found.node] = found.held
+            if found.peers and found.held:
+                place = max(each.place for each in found.held)
+                newest[found.peers] = max(newest.get(found.peers, (place, rank)), (place, rank))
             for each in found.held:
                 self._held.setdefault(each.checkpoint_id, []).append((found.node, each))
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
@@ -226,15 +240,22 @@ class Survey:
                 except (FileNotFoundError, CorruptError):
                     self._senders.setdefault(checkpoint_id, rank)
 
-    def answer(self, storage: Store) -> Chosen | Unknown:
-        """The answer to all ranks: the checkpoint that they restore, or the generations that rank 0 needs first."""
-        return Unknown(self._senders) if self._senders else self._choose(storage)
+        here = newest.get(self._peers.name)
+        if newest and (here is None or here[0] < max(newest.values())[0]):
+            self._peers_sender = max(newest.values())[1]
 
-    def answer_when_told(self, storage: Store, told: Sequence[Sequence[Generation]]) -> Chosen:
-        """The checkpoint that all ranks restore, now that each rank has sent its part of the unknown generations
+    def answer(self, storage: Store) -> Chosen | Unknown:
+        """The answer to all ranks: the checkpoint that they restore, or what rank 0 needs first to choose."""
+        if self._senders or self._peers_sender is not None:
+            return Unknown(self._senders, self._peers_sender)
+        return self._choose(storage)
+
+    def answer_when_told(self, storage: Store, told: Sequence[ToldKnowledge]) -> Chosen:
+        """The checkpoint that all ranks restore, now that each rank has sent its part of what was unknown
         (`known_of`)."""
-        for generations in told:
-            self._generations.update({generation.checkpoint_id: generation for generation in generations})
+        for knowledge in told:
+            self._generations.update({each.checkpoint_id: each for each in knowledge.generations})
+            self._peers = knowledge.peers or self._peers
         return self._choose(storage)
 
     def _choose(self, storage: Store) -> Chosen:
@@ -329,7 +350,7 @@ class Survey:
                 fetched: tuple[FetchedSlot, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
-                    lost, fetched = self._elsewhere(checkpoint_id, files)
+                    lost, fetched = self._elsewhere(checkpoint_id, files, Files(manifest))
                     slots = [each.slot for part in lost for each in part.slots] + [each.away.slot for each in fetched]
                     seals = _seals_with(manifest.file_names, files, slots) if slots else None
                 if seals is not None and manifest.body.run_id == run.run_id:
@@ -348,7 +369,7 @@ class Survey:
         return "its manifest is damaged"
 
     def _elsewhere(
-        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]
+        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]], layouts: Files
     ) -> tuple[tuple[LostSlots, ...], tuple[FetchedSlot, ...]]:
         """The slots to rebuild from parity, so that no file of a checkpoint is missing, or those to fetch from nodes
         that have no part in the job; none of either if that cannot be done."""
@@ -368,14 +389,16 @@ class Survey:
         missing = [number for number, holders in enumerate(files) if not holders]
         if lost := plan_rebuild(missing, shares):
             return lost, ()
-        return (), plan_fetch(missing, self._away().by_id.get(checkpoint_id, ()), shares) or ()
+        away = [each for each in self._away(checkpoint_id) if fits(layouts, each.slot)]
+        return (), plan_fetch(missing, away, shares) or ()
 
-    def _away(self) -> AwaySlots:
-        """The slots on nodes of the last job that have no part in this one, which are asked once."""
+    def _away(self, checkpoint_id: str) -> list[AwaySlot]:
+        """The slots of a checkpoint on nodes of the last job that have no part in this one, which are asked once, but
+        for those nodes that have failed."""
         if self._away_slots is None:
-            present = {each.node for each in self._inventories}
-            self._away_slots = AwaySlots() if self._folder is None else away_slots(self._folder, present)
-        return self._away_slots
+            self._away_slots = away_slots(self._peers, {each.node for each in self._inventories})
+        found = self._away_slots.get(checkpoint_id, ())
+        return [each for each in found if FailedNode(checkpoint_id, each.address) not in self._failed]
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
         """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
@@ -383,7 +406,8 @@ class Survey:
             return None
         run_id = whole.stored.manifest.body.run_id
         generation = encode_generation(self._generations[checkpoint_id])
-        secret = self._away().secret if whole.fetched else secrets.token_bytes(_SECRET_NBYTES)
+        # Nodes that have no part in the job know only the secret of the last one, and may be asked later.
+        secret = self._peers.secret or secrets.token_bytes(_SECRET_NBYTES)
         return Rebuild(run_id, generation, secret, whole.lost, whole.fetched)
 
     def _has_parity(self, checkpoint_id: str) -> bool:

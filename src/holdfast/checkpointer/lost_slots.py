@@ -45,8 +45,8 @@ _SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
 
 
 class RebuildOutcome(NamedTuple):
-    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, and
-    why it was not rebuilt; "" if it was."""
+    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, or the
+    addresses of those that have no part in the job, and why it was not rebuilt; "" if it was."""
 
     place: Place
     checkpoint_id: str
@@ -156,8 +156,8 @@ class _RankWork(NamedTuple):
         try:
             with way.connect() as connection:
                 require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
-        except HoldfastError as error:
-            return _RebuildReport((), error.message)
+        except HoldfastError as error:  # another node may have a copy
+            return _RebuildReport((away.address,), error.message)
         return _RebuildReport((), "")
 
     def _contents(self, slot: SlotDigests) -> Contents:

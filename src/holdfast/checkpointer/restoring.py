@@ -29,7 +29,7 @@ from holdfast.checkpointer.choosing import (
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
-from holdfast.checkpointer.inventories import Inventory, Unknown, inventory, known_of
+from holdfast.checkpointer.inventories import Inventory, ToldKnowledge, Unknown, inventory, known_of
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.peer_meeting import CopiesLeft, check_policies
@@ -50,7 +50,7 @@ from holdfast.loading.one_load import Loading, Opened
 from holdfast.node_disk.disk_folder import check_root, use_disk
 from holdfast.node_disk.disk_store import is_disk_failure
 from holdfast.node_memory.claims import Claim, has_trainer
-from holdfast.node_memory.generations import Generation, give_up_generation
+from holdfast.node_memory.generations import give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import Slot, promote_all
 from holdfast.phases import attempt, done, told
@@ -466,7 +466,7 @@ def _choose(
             answer = survey.answer(storage)
             return _resumed(answer, storage, options) if isinstance(answer, Chosen) else answer
 
-    def choose_when_told(told: Sequence[list[Generation]]) -> Chosen:
+    def choose_when_told(told: Sequence[ToldKnowledge]) -> Chosen:
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             return _resumed(survey.answer_when_told(storage, told), storage, options)
 
@@ -478,7 +478,7 @@ def _choose(
         return answer
     here = done(node)
     known = attempt(partial(known_of, here.folder, here.parts, answer, rank=channel.rank))
-    return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
+    return channel.exchange("inventory", known, choose_when_told, deadline, takes=ToldKnowledge, gives=Chosen)
 
 
 def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Chosen:

@@ -336,6 +336,8 @@ class ParityRows:
         nbytes = needed_nbytes(making.contents.nbytes, making.record)
         with self._lock:
             slot = self._take(index, nbytes)
+            if slot is not None:
+                self._filling.add(slot.name)
         slot = slot or reserved(self._folder, SlotKind.PARITY, rank=index, nbytes=nbytes)
         slot.advance(SlotRecord(SlotState.WRITING, making.contents))
         with self._lock:

@@ -144,12 +144,13 @@ class CheckHeld(PeerMessage, frozen=True):
 
 
 class ListHeld(PeerMessage, frozen=True):
-    """Ask which sealed slots of its own node the peer has. Answered by `ListedSlots`."""
+    """Ask which sealed slots the peer has, and which copies of slots of other nodes. Answered by `ListedSlots`."""
 
 
 class SendCopies(PeerMessage, frozen=True):
-    """Have the peer send copies of its own slots with these `files` of a checkpoint to the keeper at `address`, which
-    knows the same secret. Answered by `CopyKept` when that has all of them, or by `Declined`."""
+    """Have the peer send copies of its slots with these `files` of a checkpoint, or of those that it has copies of, to
+    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, or by
+    `Declined`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -199,7 +200,7 @@ class ListedSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class ListedSlots(PeerMessage, frozen=True):
-    """The sealed slots of the peer's node."""
+    """The sealed slots of the peer's node, and its copies of others."""
 
     slots: tuple[ListedSlot, ...]
 
