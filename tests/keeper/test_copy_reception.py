@@ -252,7 +252,7 @@ def test_what_is_being_received_stays_though_it_looks_old(
 def test_a_look_of_the_keeper_while_an_offer_takes_a_slot_leaves_it_the_slot(
     saved: Saved, copies: PeerCopies, folders: list[NodeFolder], monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
-    """The look released the lock of the slot. The copy was refused when it was complete, and its slot was never freed."""
+    """The look released the lock of the slot. The complete copy was refused, and its slot was never freed."""
     mark_protected(folders[1], CHECKPOINT)
     offer = offer_of(saved.slots[0])
     assert copies.prepare(PrepareCopies(0, len(whole(saved.slots[0])), 1)) == Noted()
