@@ -278,7 +278,7 @@ def test_a_copy_of_a_file_that_its_checkpoint_does_not_have_frees_its_slot(
     assert state_of(copies, folders[1]) == SlotState.FREE
 
 
-def later_than(saved: Saved, folder: NodeFolder, stack: ExitStack) -> Later:
+def later_than(saved: Saved | Later, folder: NodeFolder, stack: ExitStack) -> Later:
     """A later checkpoint, sealed, whose slots all lie in `folder`."""
     later = Later(saved, folder, stack)
     for slot in later.slots:
@@ -340,4 +340,19 @@ def test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed(
     Sealing(third.generation).seal(third.slots[0])
     assert received(copies, third.slots[0]) == CopyKept()
     assert first.refresh().contents == saved.slots[0].record.contents
+    assert len(copy_names(folders[1])) == 3
+
+
+def test_copies_that_are_owed_to_the_run_do_not_make_others_more_and_more(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    """While nothing got protected, each newer copy of the rank took memory anew, until the node had none."""
+    assert received(copies, saved.slots[0]) == CopyKept()
+    (owed,) = copies.held(CHECKPOINT)
+    owed.promote(CHECKPOINT)
+    later: Saved | Later = saved
+    for _ in range(5):
+        later = later_than(later, folders[1], stack)
+        assert received(copies, later.slots[0]) == CopyKept()
+    assert owed.refresh().state == SlotState.SEALED
     assert len(copy_names(folders[1])) == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -271,6 +272,9 @@ def test_wrong_paces_are_refused_where_they_are_given() -> None:
         Memory(protect=Copies(1), protect_pace="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="protect_bytes_per_s must be positive"):
         Memory(protect=Copies(1), protect_bytes_per_s=-1.0)
+    for endless, why in ((10**400, "a float can hold"), (math.inf, "is infinite; pass None"), (math.nan, "positive")):
+        with pytest.raises(ValueError, match=why):
+            Memory(protect=Copies(1), protect_bytes_per_s=endless)
     with pytest.raises(ValueError, match="must be at least 1,000,000"):
         Memory(protect=Copies(1), protect_bytes_per_s=1000)
     with pytest.raises(TypeError, match="a number of bytes"):

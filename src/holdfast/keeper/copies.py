@@ -389,7 +389,8 @@ class PeerCopies:
         those that are too small."""
         newest, busy = self._generations.newest_protected(), self._busy()
         mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
-        whole = [slot for slot in mine if slot.refresh().state in KEPT]
+        # One that is owed to the run stays anyway.
+        whole = [slot for slot in mine if slot.refresh().state in KEPT and slot.state != SlotState.SEALED]
         places = {slot.record.contents.place for slot in whole if slot.record.contents is not None}
         # The newest protected one stays, beside one that may get its mark a moment later.
         spare = min(places - {newest}, default=None)

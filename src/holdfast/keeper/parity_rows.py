@@ -226,9 +226,12 @@ class ParityRows:
                     free(slot)
                 elif is_old and slot.remove_if(lambda _: True):
                     del self._rows[name]
-            self._records = {
-                key: record for key, record in self._records.items() if key[0] in self._rows and key[1] not in given_up
+            there = {
+                (name, slot.record.contents.checkpoint_id)
+                for name, slot in self._rows.items()
+                if slot.record.contents is not None
             }
+            self._records = {key: record for key, record in self._records.items() if key in there}
 
     def give_back(self) -> None:
         """Remove all rows but those that are being made."""
