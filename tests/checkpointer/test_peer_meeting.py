@@ -15,7 +15,8 @@ import torch.distributed as dist
 from holdfast import Checkpointer, Copies, Memory
 from holdfast.checkpointer.peer_meeting import _domains, _require_unlike
 from holdfast.errors import ConfigurationError
-from holdfast.node_memory.peering import PeerNode
+from holdfast.node_memory.peering import PeerNode, noted_table
+from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
@@ -90,3 +91,29 @@ def test_all_ranks_hear_of_a_node_that_cannot_note_its_peers(tmp_path: Path, nod
     assert found[0] == found[1]
     assert "No space left on device" in found[0][0]
     assert found[0][1]
+
+
+def restore_beside_a_trainer(run: str, node_dirs: Sequence[Path], num_looks: int) -> bool:
+    """Save, and restore in another job, beside which one begins to train after it has looked for one some times.
+    Returns whether the nodes have the table of the first job."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    memory = Memory(node_dir=node, protect=Copies(1))
+    with Checkpointer(run, sharded(1, dim=0), memory=memory, timeout_s=30.0) as checkpointer:
+        checkpointer.save(1).protected.wait(30)
+    looks = [False] * num_looks + [True] * 3
+    with folder_of(run, node) as folder, patch("holdfast.checkpointer.peer_meeting.has_any_trainer", side_effect=looks):
+        before = noted_table(folder)
+        start_new_job()
+        with Checkpointer(run, sharded(1, dim=0), memory=memory, timeout_s=30.0) as checkpointer:
+            checkpointer.restore()
+        return before is not None and noted_table(folder) == before
+
+
+@pytest.mark.parametrize("num_looks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_evaluation_does_not_take_the_peers_of_a_job_that_begins_to_train_beside_it(
+    tmp_path: Path, nodes: list[Path], num_looks: int
+) -> None:
+    """It looked for a trainer once, and introduced the keepers to its own nodes a moment later: nothing that the other
+    job saved was protected from then on."""
+    assert run_ranks(2, restore_beside_a_trainer, str(tmp_path / "run"), nodes, num_looks) == [True, True]

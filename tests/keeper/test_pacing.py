@@ -258,6 +258,24 @@ print(10_000 <= sent_nbytes("{INTERFACE}") - before <= 20_000)
     assert log.read_text().split() == [INTERFACE, LOOPBACK, "True"]
 
 
+def test_a_node_without_ipv4_finds_its_interface_too(network: Network, tmp_path: Path) -> None:
+    (node,), log = network.start(1), tmp_path / "log"
+    ips = (
+        "-4 addr flush dev eth0",
+        "-6 addr add fd00:77::1/64 dev eth0 nodad",
+        "-6 route add default via fd00:77::2",
+    )
+    enable = "echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6"
+    steps = "\n".join((enable, *(f"ip {each}".replace("eth0", INTERFACE) for each in ips)))
+    assert node.popen(["sh", "-ec", steps], log=log).wait(60) == 0, log.read_text()
+    script = """if True:
+        from holdfast.keeper.link_counters import interface_to
+        print(*(interface_to(peer) for peer in ("fd00:77::2", "fd00:99::1", "fd00:77::1", "::1")))
+    """
+    assert node.popen([sys.executable, "-c", script], log=log).wait(60) == 0, log.read_text()
+    assert log.read_text().split() == [INTERFACE, INTERFACE, LOOPBACK, LOOPBACK]
+
+
 def test_the_pace_travels_to_keepers_in_the_table_of_peers(tmp_path: Path) -> None:
     table = PeerTable(bytes(16), 0, (PeerNode("a", "h:1"), PeerNode("b", "h:2")), ((1,), (0,)))
     with NodeFolder("file:///run", node_dir=tmp_path) as folder:

@@ -13,7 +13,7 @@ import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -146,20 +146,34 @@ class PeerMeeting:
         Collective. Whatever prevents it is not an error: the first save meets, and says what is wrong."""
         self.copies_left = left
 
-        def make_ready() -> None:
+        def give_way() -> None:
             if has_any_trainer(folder):
                 raise _trains(folder)
+
+        def make_ready() -> None:
+            give_way()
             ensure_keeper(folder, run)
 
         try:
             channel.confirm("keepers", attempt(make_ready), deadline)
-            self._meet(folder, part, channel, deadline)
+            self._meet(folder, part, channel, deadline, before_note=give_way)
         except HoldfastError as error:
             _log.info("the nodes protect nothing before the first save of this job: %s", error)
         else:
             self.error = None
 
-    def _meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
+    def _meet(
+        self,
+        folder: NodeFolder,
+        part: ProtectedPart,
+        channel: Channel,
+        deadline: Deadline,
+        *,
+        before_note: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Meet. Calls `before_note` at once before each note in the folder of the node, whose error ends the
+        meeting."""
+
         def card() -> NodeCard:
             domains = _domains(self.rules.domain)
             return NodeCard(folder.identity(), own_host(), (part.rank,), domains, part.groups)
@@ -174,6 +188,7 @@ class PeerMeeting:
             return _PlacedNodes(self._secret, identities, targets, parity, adoption)
 
         def listen() -> ReachedKeeper:
+            before_note()
             return reached(folder, placed.secret)
 
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
@@ -187,6 +202,7 @@ class PeerMeeting:
         found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)
 
         def note() -> None:
+            before_note()
             own = placed.identities.index(folder.identity())
             with unusable_memory(folder.path):
                 note_table(folder, msgspec.structs.replace(found, own=own))

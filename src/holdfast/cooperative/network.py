@@ -45,10 +45,12 @@ class TcpTransport:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         host = own_host()
-        self._listener = socket.create_server((host, 0), family=_family(host), backlog=1024)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._links: dict[int, _Link] = {}
         self._connections: list[socket.socket] = []
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"{host}:{port}"
 
     def connect(
         self,
@@ -227,8 +229,7 @@ class _Turns:
 
 
 def own_host() -> str:
-    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``: of IPv6, if IPv4 does
-    not lead there.
+    """The address of this host in the network through which it reaches the job's ``MASTER_ADDR``.
 
     On the host that has this address, its name often leads to the loopback (as in the /etc/hosts of Debian), where
     other hosts reach nothing. There it is the address of the default route, if the host has one.
@@ -236,33 +237,18 @@ def own_host() -> str:
     master = os.environ.get("MASTER_ADDR", "")
     found = _address_towards(master or socket.gethostname())
     if _is_loopback(found) and master and master != "localhost" and not _is_loopback(master):
-        others = (_address_towards(each) for each in _OUTSIDE)
-        found = next((each for each in others if not _is_loopback(each)), found)
+        outside = map(_address_towards, _OUTSIDE)
+        found = next((address for address in outside if not _is_loopback(address)), found)
     return found
 
 
 def _address_towards(host: str) -> str:
-    """The address from which this host reaches `host`; that of the loopback if it cannot."""
-    try:
-        ways = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-    except OSError:
-        return _LOOPBACK
-    ways.sort(key=lambda way: way[0] != socket.AF_INET)
-    return next(filter(None, (_own_address(family, address) for family, _, _, _, address in ways)), _LOOPBACK)
-
-
-def _own_address(family: int, other: tuple[object, ...]) -> str | None:
-    """The address from which this host reaches `other`, of the same family; None if it cannot."""
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(other)  # sends nothing: only makes the system choose a route
+    """The address from which this host reaches `host`, an IPv4 one if it has one; that of the loopback if it cannot."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: only makes the system choose a route
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
+    return _LOOPBACK
 
 
 def _is_loopback(host: str) -> bool:
