@@ -13,8 +13,8 @@ from msgspec import structs
 from bench.layouts import fsdp
 from bench.lost_nodes import NEWER, OLDER, SimulatedJob, after_losses, simulated_job
 from holdfast.checkpoint.catalogue import Tier
-from holdfast.checkpointer.rebuild_plan import AwaySlot
-from holdfast.node_memory.parity_records import SlotDigests
+from holdfast.checkpointer.rebuild_plan import AwayShare
+from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
 from holdfast.node_memory.slots import SlotFile
 
 
@@ -76,8 +76,10 @@ def test_a_node_without_a_part_that_lists_nonsense_does_not_end_the_restore(
     job: SimulatedJob, monkeypatch: pytest.MonkeyPatch, files: tuple[SlotFile, ...], digests: tuple[str, ...]
 ) -> None:
     """Rank 0 looked for a file that the checkpoint does not have, and all ranks raised an `IndexError`."""
-    listed = {NEWER: [AwaySlot("10.0.0.1:1", SlotDigests(0, files, digests))]}
-    monkeypatch.setattr("holdfast.checkpointer.choosing.away_slots", lambda *_: listed)
+    slot = SlotDigests(0, files, digests)
+    row = ParityRecord(ParityGroup((GroupNode("node-9", ()), GroupNode("node-0", (slot,))), 1), 0, 1)
+    listed = {NEWER: [AwayShare("node-9", [slot], [slot], [row])]}
+    monkeypatch.setattr("holdfast.checkpointer.choosing.away_shares", lambda *_: listed)
     newer = job.held(NEWER, Tier.NODE_MEMORY)
     newer[0] = newer[0][1:]
     nodes = [older + files for older, files in zip(job.held(OLDER, Tier.NODE_MEMORY), newer, strict=True)]

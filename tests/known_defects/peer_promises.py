@@ -521,4 +521,11 @@ PEER_MUTATIONS = [
         "                self._moved[busiest].remove(number)\n",
         "",
     ),
+    Mutation(  # nodes without a part add to no sum
+        "checkpointer/test_rebuild_plan.py::"
+        "test_a_node_without_a_part_in_the_job_sends_its_slots_and_helps_to_rebuild_those_of_a_lost_one",
+        "checkpointer/rebuild_plan.py",
+        "plan_rebuild(left, {**nodes, **{share.node: share.adding() for share in away}})",
+        "plan_rebuild(left, nodes)",
+    ),
 ]

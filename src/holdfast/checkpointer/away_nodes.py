@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import msgspec
 
-from holdfast.checkpointer.rebuild_plan import AwaySlot
+from holdfast.checkpointer.rebuild_plan import AwayShare
 from holdfast.cooperative.network import own_host
 from holdfast.errors import HoldfastError
 from holdfast.format.container import FileLayout, Files
@@ -22,7 +22,7 @@ from holdfast.keeper.peer_ways import Way, require
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import PeerNode, digest_of, noted_secret, noted_table
-from holdfast.peers.peer_messages import ListedSlot, ListedSlots, ListHeld
+from holdfast.peers.peer_messages import ListedSlots, ListHeld
 from holdfast.peers.tcp import TcpPeers
 
 #: Limits for the keeper of such a node: to be reached, and to answer. Most nodes that are missing are lost.
@@ -54,22 +54,39 @@ def known_peers(folder: NodeFolder) -> KnownPeers:
     return KnownPeers(secret.secret, table.nodes)
 
 
-def away_slots(peers: KnownPeers, present: Collection[str]) -> Mapping[str, Sequence[AwaySlot]]:
-    """Ask the nodes of the last job that are not `present`, by identity, for the slots and copies that they hold.
-    Returns these by checkpoint. Blocks for seconds if nodes do not answer."""
+def away_shares(peers: KnownPeers, present: Collection[str]) -> Mapping[str, Sequence[AwayShare]]:
+    """Ask the nodes of the last job that are not `present`, by identity, for what they hold. Returns it by checkpoint.
+    Blocks for seconds if nodes do not answer."""
     transport = TcpPeers(own_host())
-    ways = [Way(transport, node.address, peers.secret) for node in peers.nodes if node.identity not in present]
-    found = defaultdict[str, list[AwaySlot]](list)
+    away = [node for node in peers.nodes if node.identity not in present]
+    ways = [Way(transport, node.address, peers.secret) for node in away]
+    found = defaultdict[str, list[AwayShare]](list)
     if ways:
         with ThreadPoolExecutor(min(len(ways), _NUM_ASKED), thread_name_prefix="holdfast-away") as pool:
-            for way, slots in zip(ways, pool.map(_held_at, ways), strict=True):
-                for each in slots:
-                    found[each.checkpoint_id].append(AwaySlot(way.address, each.slot))
+            for node, listed in zip(away, pool.map(_held_at, ways), strict=True):
+                for checkpoint_id, share in _shares(node.identity, listed):
+                    found[checkpoint_id].append(share)
     return found
 
 
-def fits(layouts: Files, slot: SlotDigests) -> bool:
-    """Whether a slot has files of the checkpoint with these `layouts`: another node says so."""
+def _shares(node: str, listed: ListedSlots) -> Iterator[tuple[str, AwayShare]]:
+    """What a node has listed, by checkpoint."""
+    with_slots = [each.checkpoint_id for each in (*listed.own, *listed.copies)]
+    for id_ in dict.fromkeys([*with_slots, *(each.checkpoint_id for each in listed.rows)]):
+        own, copies = (
+            [each.slot for each in slots if each.checkpoint_id == id_] for slots in (listed.own, listed.copies)
+        )
+        yield id_, AwayShare(node, own, copies, [each.record for each in listed.rows if each.checkpoint_id == id_])
+
+
+def fitting(share: AwayShare, layouts: Files) -> AwayShare:
+    """The part of what a node says that it holds that can be of the checkpoint with these `layouts`."""
+    own, copies = ([slot for slot in slots if _fits(slot, layouts)] for slots in (share.own, share.copies))
+    rows = [row for row in share.rows if all(_fits(slot, layouts) for node in row.group.nodes for slot in node.slots)]
+    return AwayShare(share.node, own, copies, rows)
+
+
+def _fits(slot: SlotDigests, layouts: Files) -> bool:
     return len(slot.files) == len(slot.digests) and all(
         0 <= part.file < len(layouts.manifest.file_names)
         and (part.data_start, part.nbytes) == _sizes(layouts.layout(part.file))
@@ -81,14 +98,14 @@ def _sizes(layout: FileLayout) -> tuple[int, int]:
     return layout.data_start, layout.nbytes
 
 
-def _held_at(way: Way) -> tuple[ListedSlot, ...]:
-    """The slots of a node; none where its keeper cannot be reached."""
+def _held_at(way: Way) -> ListedSlots:
+    """The slots and rows of a node; none where its keeper cannot be reached."""
     try:
         with way.connect(_CONNECT_S) as connection:
             reply = connection.ask(ListHeld(), timeout_s=_ANSWER_S)
             require(reply, ListedSlots, way)
     except HoldfastError as error:
         _log.info("%s", error)
-        return ()
+        return ListedSlots(())
     assert isinstance(reply, ListedSlots)
-    return reply.slots
+    return reply

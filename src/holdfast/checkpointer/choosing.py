@@ -18,16 +18,17 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.away_nodes import KnownPeers, away_slots, fits, known_peers
+from holdfast.checkpointer.away_nodes import KnownPeers, away_shares, fitting, known_peers
 from holdfast.checkpointer.inventories import HeldFile, Inventory, ToldKnowledge, Unknown, generation_of
 from holdfast.checkpointer.rebuild_plan import (
-    AwaySlot,
+    AwayShare,
     FetchedSlot,
+    FoundElsewhere,
     LostSlots,
     NodeShare,
     Rebuild,
-    plan_fetch,
     plan_rebuild,
+    plan_with_away,
 )
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, NotFoundError
@@ -80,7 +81,7 @@ class BadCopy(NamedTuple):
 
 class FailedNode(NamedTuple):
     """A node whose own slots and parity of a checkpoint cannot be used: this restore has found damage there, or had no
-    answer. A node that has no part in the job is known by the address of its keeper alone."""
+    answer."""
 
     checkpoint_id: str
     node: str
@@ -204,7 +205,7 @@ class Survey:
         #: The nodes of the last job, and the rank that knows of a later one than rank 0's node.
         self._peers = KnownPeers()
         self._peers_sender: int | None = None
-        self._away_slots: Mapping[str, Sequence[AwaySlot]] | None = None
+        self._away_shares: Mapping[str, Sequence[AwayShare]] | None = None
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
@@ -368,11 +369,10 @@ class Survey:
             return f"no node of this job has {num_missing} of its {count(len(names), 'file')}, or a sound copy of them"
         return "its manifest is damaged"
 
-    def _elsewhere(
-        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]], layouts: Files
-    ) -> tuple[tuple[LostSlots, ...], tuple[FetchedSlot, ...]]:
-        """The slots to rebuild from parity, so that no file of a checkpoint is missing, or those to fetch from nodes
-        that have no part in the job; none of either if that cannot be done."""
+    def _elsewhere(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]], layouts: Files) -> FoundElsewhere:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing, and those to fetch from nodes
+        that have no part in the job; none if that cannot be done. These nodes are asked only where the others do not
+        have enough."""
         own: dict[str, dict[int, str]] = {}
         for number, holders in enumerate(files):
             for node, copy in holders.items():
@@ -388,17 +388,17 @@ class Survey:
             shares[node] = NodeShare(ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
         if lost := plan_rebuild(missing, shares):
-            return lost, ()
-        away = [each for each in self._away(checkpoint_id) if fits(layouts, each.slot)]
-        return (), plan_fetch(missing, away, shares) or ()
+            return FoundElsewhere(lost)
+        away = [fitting(share, layouts) for share in self._away(checkpoint_id)]
+        return plan_with_away(missing, away, shares) or FoundElsewhere()
 
-    def _away(self, checkpoint_id: str) -> list[AwaySlot]:
-        """The slots of a checkpoint on nodes of the last job that have no part in this one, which are asked once, but
-        for those nodes that have failed."""
-        if self._away_slots is None:
-            self._away_slots = away_slots(self._peers, {each.node for each in self._inventories})
-        found = self._away_slots.get(checkpoint_id, ())
-        return [each for each in found if FailedNode(checkpoint_id, each.address) not in self._failed]
+    def _away(self, checkpoint_id: str) -> list[AwayShare]:
+        """What the nodes of the last job that have no part in this one have of a checkpoint. They are asked once, and
+        those that have failed do not count."""
+        if self._away_shares is None:
+            self._away_shares = away_shares(self._peers, {each.node for each in self._inventories})
+        found = self._away_shares.get(checkpoint_id, ())
+        return [each for each in found if FailedNode(checkpoint_id, each.node) not in self._failed]
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
         """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
@@ -408,7 +408,9 @@ class Survey:
         generation = encode_generation(self._generations[checkpoint_id])
         # Nodes that have no part in the job know only the secret of the last one, and may be asked later.
         secret = self._peers.secret or secrets.token_bytes(_SECRET_NBYTES)
-        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched)
+        present = {each.node for each in self._inventories}
+        away = {node.identity: node.address for node in self._peers.nodes if node.identity not in present}
+        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched, away)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)

@@ -10,13 +10,13 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpointer.away_nodes import KnownPeers, known_peers
-from holdfast.checkpointer.rebuild_plan import HeldRow
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import HeldRow
 from holdfast.node_memory.peering import noted_speed
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
 

@@ -98,7 +98,7 @@ def rebuild_lost(
         if silent:
             return _RebuildReport(silent, f"{count(len(silent), 'keeper')} did not listen")
         way = Way(TcpPeers(own_host()), known.addresses[folder.identity()], rebuild.secret)
-        work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses, deadline)
+        work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses | rebuild.away, deadline)
         reports = [
             work.rebuilt(lost, slot) for lost in rebuild.lost for slot in lost.slots if slot.executor == channel.rank
         ]
@@ -150,14 +150,14 @@ class _RankWork(NamedTuple):
         """Have one slot sent by the node that has it."""
         files = tuple(part.file for part in away.slot.files)
         request = SendCopies(self.seal.checkpoint_id, files, self.addresses[self.own])
-        way = Way(self.way.transport, away.address, self.rebuild.secret)
+        way = Way(self.way.transport, self.addresses[away.node], self.rebuild.secret)
         left_s = _SHARE * self.deadline.remaining_s()
         patience_s = _SEND_S + _SEND_S_PER_NBYTES * sum(part.nbytes for part in away.slot.files)
         try:
             with way.connect() as connection:
                 require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
         except HoldfastError as error:  # another node may have a copy
-            return _RebuildReport((away.address,), error.message)
+            return _RebuildReport((away.node,), error.message)
         return _RebuildReport((), "")
 
     def _contents(self, slot: SlotDigests) -> Contents:

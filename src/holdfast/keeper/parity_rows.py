@@ -36,6 +36,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.node_folder import NodeFolder, boot_id
 from holdfast.node_memory.parity_records import (
     GroupNode,
+    HeldRow,
     ParityGroup,
     ParityRecord,
     SlotDigests,
@@ -179,6 +180,10 @@ class ParityRows:
             if (kept.record.stripe, kept.record.row) == (stripe, row):
                 return parity_in(kept.slot)
         raise not_held(f"row {row} of stripe {stripe} of checkpoint {checkpoint_id}")
+
+    def all(self) -> list[HeldRow]:
+        """All complete rows."""
+        return [HeldRow(id_, kept.record) for id_ in self.ids for kept in self._kept(id_)]
 
     def check(self, checkpoint_id: str) -> int:
         """Hash the rows of a checkpoint again. Returns how many there are; raises `CorruptError` if one has changed."""

@@ -350,7 +350,8 @@ class Protection:
             case CheckHeld():
                 reply = self._sums.check(request)
             case ListHeld():
-                reply = ListedSlots(tuple(_listed([*self._own.all(), *self.copies.whole])))
+                own, copies = _listed(self._own.all()), _listed(self.copies.whole)
+                reply = ListedSlots(tuple(own), tuple(copies), tuple(self.rows.all()))
             case SendCopies():
                 reply = self._send_copies(request)
             case NoteProtected():
