@@ -187,6 +187,31 @@ def test_nodes_take_memory_for_copies_before_the_first_save(tmp_path: Path, node
     assert run_ranks(2, restore_nothing, str(tmp_path / "run"), nodes[:2]) == [[1, 1], [0, 0]]
 
 
+def save_unprotected(run: str, node_dirs: Sequence[Path]) -> bool:
+    """Go on without protection, until the node has given the memory for it back."""
+    start_new_job()
+    node = node_dirs[dist.get_rank()]
+    with (
+        Checkpointer(run, sharded(-1, dim=0), memory=Memory(node_dir=node), timeout_s=20.0) as checkpointer,
+        folder_of(run, node) as folder,
+    ):
+        checkpointer.restore()
+        checkpointer.save(3).durable.wait(20)
+        until(lambda: not copy_names(folder) and not parity_names(folder), timeout_s=20)
+        dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("protect", [COPIES, pytest.param(Parity(1), marks=pytest.mark.slow)], ids=str)
+def test_a_job_without_protection_does_not_keep_the_memory_that_an_earlier_one_took_for_it(
+    tmp_path: Path, nodes: list[Path], protect: Copies | Parity
+) -> None:
+    """Copies of snapshots that were long behind what storage had stayed until the job had ended."""
+    run = str(tmp_path / "run")
+    assert run_ranks(2, save_protected, run, nodes[:2], (1, 2), protect) == [[True, True]] * 2
+    assert run_ranks(2, save_unprotected, run, nodes[:2]) == [True, True]
+
+
 def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Parity | None, call: str) -> str:
     """Let ranks ask for different protection. Returns the error."""
     start_new_job()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
@@ -336,14 +336,14 @@ class PeerCopies:
                     num_copies[slot.rank] -= 1
                     del self._copies[name]
 
-    def give_back(self) -> None:
-        """Remove all copies but those that are owed to the run, or being received or sent."""
+    def give_back(self, is_old: Callable[[SlotRecord], bool] = lambda _: True) -> None:
+        """Remove all copies that are old but those that are owed to the run, or being received or sent."""
         with self._lock:
             busy = self._busy()
             for name, slot in list(self._copies.items()):
                 if name in busy or slot.rank in self._preparing:
                     continue
-                if slot.remove_if(lambda record: record.state != SlotState.SEALED):
+                if slot.remove_if(lambda record: record.state != SlotState.SEALED and is_old(record)):
                     del self._copies[name]
 
     def close(self) -> None:

@@ -288,7 +288,8 @@ class Keeper:
 
     def _remove_old(self) -> None:
         """Remove dead ranks' slots once a newer checkpoint of living ranks has been committed. Slots of another run are
-        older too: the run that was here before is gone."""
+        older too: the run that was here before is gone. Where no job wants protection any more, so do copies and
+        parity."""
         committed = [slot for slot in self._slots.values() if slot.state == SlotState.COMMITTED]
         kept = [slot.record.contents for slot in committed if slot.record.contents and self._is_tended(slot)]
         newest = max(kept, key=lambda contents: contents.place, default=None)
@@ -302,6 +303,9 @@ class Keeper:
         for name, slot in list(self._slots.items()):
             if is_old(slot.record) and not self._is_tended(slot) and slot.remove_if(is_old):
                 del self._slots[name]
+        if not self._protection.is_wanted:
+            self._copies.give_back(is_old)
+            self._rows.give_back(is_old)
 
     def _give_up(self) -> None:
         """Free the slots of given-up generations, which can never become whole, unless they are being read, and remove

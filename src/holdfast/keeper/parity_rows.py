@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import Lock
@@ -233,11 +233,11 @@ class ParityRows:
             }
             self._records = {key: record for key, record in self._records.items() if key in there}
 
-    def give_back(self) -> None:
-        """Remove all rows but those that are being made."""
+    def give_back(self, is_old: Callable[[SlotRecord], bool] = lambda _: True) -> None:
+        """Remove all rows that are old but those that are being made."""
         with self._lock:
             for name in self._rows.keys() - self._filling:
-                if self._rows[name].remove_if(lambda _: True):
+                if self._rows[name].remove_if(is_old):
                     del self._rows[name]
 
     def close(self) -> None:

@@ -304,6 +304,11 @@ class Protection:
         return self.copies.kept(adoption.checkpoint_id, session.table.adopted)
 
     @property
+    def is_wanted(self) -> bool:
+        """Whether the last job wanted protection, as far as this keeper knows."""
+        return self._secret is not None
+
+    @property
     def being_read(self) -> set[str]:
         """The names of the slots that are being sent, or that peers read."""
         return {name for name, _ in self._sending} | self._own.being_read
