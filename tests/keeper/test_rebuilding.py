@@ -136,7 +136,7 @@ def test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without(
     snapshot.slots[2].data[contents.nbytes - 1] ^= 1
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
     assert isinstance(reply, NodesFailed)
-    assert reply.numbers == (1,)
+    assert (reply.numbers, reply.silent) == ((1,), ())
     assert rebuilt(nodes, snapshot, (0, 1), 2, group) == [CopyKept()] * 3
     snapshot.slots[2].data[contents.nbytes - 1] ^= 1
     for name in copy_names(nodes.folders[2]):
@@ -158,7 +158,7 @@ def test_a_survivor_that_does_not_answer_or_has_lost_its_memory_counts_as_lost(
     nodes.keepers[1].close()
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
     assert isinstance(reply, NodesFailed)
-    assert reply.numbers == (1,)
+    assert (reply.numbers, reply.silent) == ((), (1,))
     nodes.restart(1)
     nodes.look(0)
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)

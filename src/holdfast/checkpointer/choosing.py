@@ -20,7 +20,15 @@ from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpointer.away_nodes import AwaySlots, away_slots
 from holdfast.checkpointer.inventories import HeldFile, Inventory, Unknown, generation_of
-from holdfast.checkpointer.rebuild_plan import FetchedSlot, LostSlots, NodeShare, Rebuild, plan_fetch, plan_rebuild
+from holdfast.checkpointer.rebuild_plan import (
+    FetchedSlot,
+    LostSlots,
+    NodeShare,
+    Rebuild,
+    plan_fetch,
+    plan_rebuild,
+    taking_part,
+)
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, NotFoundError
 from holdfast.format import manifest as fmt
@@ -384,7 +392,8 @@ class Survey:
         run_id = whole.stored.manifest.body.run_id
         generation = encode_generation(self._generations[checkpoint_id])
         secret = self._away().secret if whole.fetched else secrets.token_bytes(_SECRET_NBYTES)
-        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched)
+        nodes = taking_part(whole.lost, whole.fetched, [each.node for each in self._inventories])
+        return Rebuild(run_id, generation, secret, nodes, whole.lost, whole.fetched)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)

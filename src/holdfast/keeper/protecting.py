@@ -240,13 +240,14 @@ class Protection:
         self._told = ""
         self._told_speed = 0.0
 
-    def meet(self) -> None:
-        """Listen for peers, and take the table of a new job."""
+    def meet(self, slots: Iterable[Slot]) -> None:
+        """Listen for peers, which may read `slots`, and take the table of a new job."""
         changed_ns = self._folder.changed_ns()
         if changed_ns == self._met_ns:
             return
         secret, table = noted_secret(self._folder), noted_table(self._folder)
         if secret != self._secret:
+            self._own.show(slots)  # a peer may ask for them at once
             self._listen(secret)
         session = self._session
         if secret is None or table is None or table.secret_digest != digest_of(secret.secret):

@@ -205,9 +205,11 @@ class ListedSlots(PeerMessage, frozen=True):
 
 
 class NodesFailed(PeerMessage, frozen=True):
-    """The nodes of the group with these `numbers` did not answer, or found damage in what they have."""
+    """The nodes of the group with these `numbers` found damage in what they have, and the `silent` ones did not answer:
+    their keepers may stand still, or have died, with all memory intact."""
 
     numbers: tuple[Count, ...]
+    silent: tuple[Count, ...]
     reason: str
 
 
