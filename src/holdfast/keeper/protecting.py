@@ -79,7 +79,7 @@ from holdfast.peers.peer_messages import (
     SendCopies,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerListener, PeerTransport, PutSink, Region
+from holdfast.peers.transport import PeerListener, PeerTransport, PutPace, PutSink, Region
 from holdfast.store.base import Bytes
 from holdfast.store.retry_budget import RetryBudget
 
@@ -209,8 +209,8 @@ class _PeerSession:
 
 class Protection:
     """The protection of the slots in `folder` by peers, and of slots of peers by this node: by `copies` and `rows` of
-    parity. Only the one thread of the keeper uses it, except for `answer`, `sink` and `source`, which threads of the
-    listener call."""
+    parity. Only the one thread of the keeper uses it, except for `answer`, `sink`, `source` and `pace`, which threads
+    of the listener call."""
 
     def __init__(
         self,
@@ -255,6 +255,7 @@ class Protection:
         elif session is None or session.table != table:
             session = _PeerSession(secret, table)
         if session is not self._session:
+            self._release_paces()
             self._session = session
             self._told = ""
             note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
@@ -321,10 +322,9 @@ class Protection:
 
     def close(self) -> None:
         """End all connections, and wait for the threads that send."""
+        self._release_paces()
         if self._listener is not None:
             self._listener.close()
-        if self._session is not None:
-            self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
         self._preparer.shutdown(cancel_futures=True)
         self._sums.close()
@@ -388,6 +388,11 @@ class Protection:
         """As `PeerService.source`."""
         return self._own.region(get) if isinstance(get, GetRange) else nullcontext(self._sums.sum(get))
 
+    def pace(self, get: Get, address: str) -> PutPace | None:
+        """As `PeerService.pace`. Training waits for a restore, and not for parity of what it saved."""
+        session = self._session
+        return session.paces.to(address) if session is not None and isinstance(get, GetRange) else None
+
     def _way_to(self, address: str) -> Way | None:
         secret, transport = self._secret, self._transport
         return None if secret is None or transport is None else Way(transport, address, secret.secret)
@@ -398,8 +403,14 @@ class Protection:
             return None
         return ParityPeers(session.table, self._transport, session.secret.secret)
 
+    def _release_paces(self) -> None:
+        """Have threads that wait for their turns to send go on, so that they can end."""
+        if self._session is not None:
+            self._session.paces.release()
+
     def _listen(self, secret: PeerSecret | None) -> None:
         """Listen for peers that know `secret`: where the keeper before this one did, if it can. With None, end that."""
+        self._release_paces()
         if self._listener is not None:
             self._listener.close()
         self._secret, self._listener, self._transport = secret, None, None

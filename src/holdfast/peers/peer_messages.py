@@ -69,8 +69,8 @@ class Finish(PeerMessage, frozen=True):
 
 
 class GetRange(PeerMessage, frozen=True):
-    """Ask for `nbytes` of data file number `file` of a checkpoint, from `start` on. Answered by `Sent`; the bytes
-    follow."""
+    """Ask for `nbytes` of data file number `file` of a checkpoint, from `start` on, to make parity of them. Answered by
+    `Sent`; the bytes follow, at the pace of copies."""
 
     checkpoint_id: Hex16
     file: Count
