@@ -161,6 +161,8 @@ class _PeerSession:
     meter: SendMeter = field(default_factory=SendMeter)
     #: The newest checkpoint of which peers hold all copies for this node, and since when it waits for its mark.
     awaited: tuple[str, float] = ("", 0.0)
+    #: The checkpoint whose parity is being made, its step, and the time until which saves wait for that.
+    encoded: tuple[str, int, float] = ("", 0, math.inf)
     #: The reason why saves should not wait for a mark, since one did not come in time; "" since one has come.
     unmarked: str = ""
     paces: LinkPaces = field(init=False)
@@ -284,7 +286,7 @@ class Protection:
         if due and not session.awaits_mark(due, marked):  # else peers fill again what is just being marked
             self._send_due(session, due)
         if not due:
-            session.unmarked = ""
+            session.unmarked, session.encoded = "", ("", 0, math.inf)
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
@@ -461,6 +463,10 @@ class Protection:
         own = session.table.own
         if {part.file for slot in mine for part in slot.files} != peers.files(sealing, own):
             return
+        known, _, until_s = session.encoded
+        if known != contents.checkpoint_id and time.monotonic() <= until_s:  # else the trouble lasts until one is made
+            patience_s = _PATIENCE_S + sum(slot.nbytes for slot in slots) * _PATIENCE_S_PER_NBYTES
+            session.encoded = contents.checkpoint_id, contents.step, time.monotonic() + patience_s
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
@@ -513,6 +519,9 @@ class Protection:
             if sending.session is session and sending.is_slow:
                 address = session.table.nodes[sending.target].address
                 return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
+        _, step, until_s = session.encoded
+        if time.monotonic() > until_s:
+            return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."
         troubles = (*(each.trouble for each in session.peers.values()), self.rows.trouble, session.unmarked)
         return next(filter(None, troubles), "")
 
@@ -529,6 +538,7 @@ class Protection:
                 kept.setdefault(id_, set()).update(part.file for part in contents.files)
                 num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
                 if num_kept == len(due):
+                    session.encoded = id_, contents.step, math.inf
                     session.await_mark(contents, _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()
