@@ -10,6 +10,8 @@ VENV := .venv
 #: The layers that have environments of their own.
 APART := deepspeed executors megatron planes ray stores titan vllm
 export PYTHON TORCH_INDEX
+# Jobs, ranks and keepers start by the hundred: they load bytecode that the first of them wrote, as from a package of pip.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo demo-nodes test test-slow test-frameworks test-matrix $(APART:%=test-%) test-gpu lint bench tables docs clean
 .NOTPARALLEL: # one pip at a time in one .venv
@@ -21,9 +23,9 @@ demo: $(VENV)/peers.stamp
 demo-nodes: $(VENV)/dev.stamp
 	$(VENV)/bin/python -m demo.nodes
 
-# Two at a time, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
+# Two for each of two cores, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest -q -n 3 --dist loadfile
+	$(VENV)/bin/pytest -q -n 4 --dist loadfile
 
 # No stacks in mid-run: faulthandler reads the frames of threads that go on running, and that crashed a long test.
 test-slow: $(VENV)/dev.stamp

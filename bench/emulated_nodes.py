@@ -10,11 +10,13 @@ import json
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from compileall import compile_dir
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+import holdfast
 from bench.benchmark import Bar, Benchmark, Options
 from bench.costs import scratch
 from bench.markdown import about, table, text
@@ -109,6 +111,8 @@ def until(condition: Any, end: float, results: Path) -> None:
 def measure_cluster(name: str, options: Options) -> Part:
     """Protect some snapshots; then lose a node again and again."""
     cluster = CLUSTERS[name]
+    # As pip leaves a package. Without bytecode that they may write, all keepers that start would compile it.
+    compile_dir(Path(holdfast.__file__).parent, quiet=1)
     nbytes = max(options.nbytes(cluster.mib / 1024), 1 << 20)
     size = StateSize(nbytes * cluster.num_nodes)
     scenario = options.scenario(

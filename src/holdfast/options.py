@@ -34,7 +34,11 @@ def check_positive(name: str, value: object, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, SupportsFloat):
         hint = f"; write {value.total_seconds()}" if isinstance(value, timedelta) and unit == "seconds" else ""
         raise TypeError(f"{name} must be a number of {unit}, not {value!r}{hint}")
-    if not float(value) > 0:
+    try:
+        is_positive = float(value) > 0
+    except OverflowError:
+        raise ValueError(f"{name} must be a number of {unit} that a float can hold, not {value!r:.50}...") from None
+    if not is_positive:
         raise ValueError(f"{name} must be positive, not {value}")
 
 

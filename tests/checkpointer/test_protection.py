@@ -154,6 +154,22 @@ def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, n
     assert run_ranks(2, restored_tiers, run, left[:2])[0][1:3] == (3, True)
 
 
+@pytest.mark.parametrize(
+    ("losses", "lost", "left"), [(1, [2], [0, 1]), pytest.param(2, [0, 3], [4, 1], marks=pytest.mark.slow)]
+)
+def test_a_node_without_a_part_in_the_job_has_one_in_rebuilding_what_was_lost(
+    tmp_path: Path, nodes: list[Path], losses: int, lost: list[int], left: list[int]
+) -> None:
+    """A group whose nodes did not all go on was short of them, so the job went back to storage."""
+    run, there = str(tmp_path / "run"), nodes[: 3 + losses]
+    saved = run_ranks(len(there), save_protected, run, there, (1, 2), Parity(losses))
+    assert saved == [[True, True]] * len(there)
+    for number in lost:
+        lose(run, nodes[number])
+    goes_on = [nodes[number] for number in left]
+    assert run_ranks(2, restored_tiers, run, goes_on) == [("peer memory", 3, True, TIERS)] * 2
+
+
 def restore_nothing(run: str, node_dirs: Sequence[Path]) -> list[int]:
     """Begin a run, and wait until this node has memory for the slots of its rank and for two copies of the other's."""
     start_new_job()

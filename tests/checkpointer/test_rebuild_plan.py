@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.checkpointer.rebuild_plan import NodeShare, plan_rebuild, taking_part
+from holdfast.checkpointer.rebuild_plan import AwayShare, NodeShare, plan_rebuild, plan_with_away, taking_part
 from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
 from holdfast.node_memory.slots import SlotFile
 
@@ -110,3 +110,27 @@ def test_the_keeper_of_a_new_node_has_a_part_in_a_rebuild() -> None:
     plan = plan_rebuild([1], shares_of(group, {"a": [0], "new": [1], "c": [2], "d": [3]}))
     assert plan is not None
     assert taking_part(plan, (), ["a", "new", "c", "d"]) == ("a", "c", "d", "new")
+
+
+def away_share(group: ParityGroup, identity: str) -> AwayShare:
+    """The node, with all that it had, where it has no part in the job."""
+    share = shares_of(group, {identity: []})[identity]
+    (node,) = [node for node in group.nodes if node.identity == identity]
+    return AwayShare(identity, node.slots, (), share.rows)
+
+
+def test_a_node_without_a_part_in_the_job_sends_its_slots_and_helps_to_rebuild_those_of_a_lost_one() -> None:
+    group = group_of(4, 1)
+    plan = plan_with_away([1, 3], [away_share(group, "b")], shares_of(group, {"a": [0], "c": [1]}))
+    assert plan is not None
+    assert [(each.away.node, each.away.slot.rank) for each in plan.fetched] == [("b", 1)]
+    assert [(each.lost, [slot.slot.rank for slot in each.slots]) for each in plan.lost] == [((3,), [3])]
+    assert {each.executor for each in plan.fetched} | {each.executor for each in plan.lost[0].slots} <= {0, 1}
+
+
+def test_nodes_without_a_part_in_the_job_that_hold_too_little_give_no_plan() -> None:
+    group = group_of(4, 1)
+    away = away_share(group, "b")
+    shares = shares_of(group, {"a": [0]})
+    assert plan_with_away([1, 2, 3], [away], shares) is None
+    assert plan_with_away([1, 3], [away._replace(rows=())], shares_of(group, {"a": [0], "c": [1]})) is None

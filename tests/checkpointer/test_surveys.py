@@ -13,6 +13,9 @@ from msgspec import structs
 from bench.layouts import fsdp
 from bench.lost_nodes import NEWER, OLDER, SimulatedJob, after_losses, simulated_job
 from holdfast.checkpoint.catalogue import Tier
+from holdfast.checkpointer.rebuild_plan import AwayShare
+from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
+from holdfast.node_memory.slots import SlotFile
 
 
 @pytest.fixture
@@ -56,6 +59,31 @@ def test_a_generation_that_lacks_a_file_is_passed_over(job: SimulatedJob) -> Non
     found = job.choice(job.inventories(nodes))
     assert found.folder.endswith(OLDER)
     assert found.given_up == (NEWER,)
+
+
+@pytest.mark.parametrize("job", [(16, 4)], indirect=True, ids=["4 nodes"])
+@pytest.mark.parametrize(
+    ("files", "digests"),
+    [
+        ((SlotFile(0, 0, 4096, 5000), SlotFile(99, 8192, 4096, 5000)), ("a" * 32, "b" * 32)),
+        ((SlotFile(0, 0, 4096, 5000), SlotFile(-1, 8192, 4096, 5000)), ("a" * 32, "b" * 32)),
+        ((SlotFile(0, 0, 4096, 5000), SlotFile(1, 8192, 4096, 5000)), ("a" * 32,)),
+        ((SlotFile(0, 0, 4096, 5000),), ("a" * 32,)),
+    ],
+    ids=["no such file", "a negative number", "a digest too few", "another size"],
+)
+def test_a_node_without_a_part_that_lists_nonsense_does_not_end_the_restore(
+    job: SimulatedJob, monkeypatch: pytest.MonkeyPatch, files: tuple[SlotFile, ...], digests: tuple[str, ...]
+) -> None:
+    """Rank 0 looked for a file that the checkpoint does not have, and all ranks raised an `IndexError`."""
+    slot = SlotDigests(0, files, digests)
+    row = ParityRecord(ParityGroup((GroupNode("node-9", ()), GroupNode("node-0", (slot,))), 1), 0, 1)
+    listed = {NEWER: [AwayShare("node-9", [slot], [slot], [row])]}
+    monkeypatch.setattr("holdfast.checkpointer.choosing.away_shares", lambda *_: listed)
+    newer = job.held(NEWER, Tier.NODE_MEMORY)
+    newer[0] = newer[0][1:]
+    nodes = [older + files for older, files in zip(job.held(OLDER, Tier.NODE_MEMORY), newer, strict=True)]
+    assert job.choice(job.inventories(nodes)).folder.endswith(OLDER)
 
 
 @pytest.mark.parametrize("job", [(8960, 2048)], indirect=True, ids=["2,048 nodes"])

@@ -25,6 +25,7 @@ from holdfast.peers.peer_messages import (
     Noted,
     OfferCopy,
     PeerReply,
+    PrepareCopies,
     PutGeneration,
     PutRange,
 )
@@ -247,7 +248,37 @@ def test_what_is_being_received_stays_though_it_looks_old(
     assert copies.finish(token) == CopyKept()
 
 
-def later_than(saved: Saved, folder: NodeFolder, stack: ExitStack) -> Later:
+@pytest.mark.parametrize("look", ["tend", "give back"])
+def test_a_look_of_the_keeper_while_an_offer_takes_a_slot_leaves_it_the_slot(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder], monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """The look released the lock of the slot. The complete copy was refused, and its slot was never freed."""
+    mark_protected(folders[1], CHECKPOINT)
+    offer = offer_of(saved.slots[0])
+    assert copies.prepare(PrepareCopies(0, len(whole(saved.slots[0])), 1)) == Noted()
+
+    def expect(*_: object) -> None:
+        copies.tend(()) if look == "tend" else copies.give_back()
+
+    monkeypatch.setattr(PeerGenerations, "expect", expect)
+    token = wanted(copies, offer)
+    send(copies, token, whole(saved.slots[0]))
+    assert copies.finish(token) == CopyKept()
+
+
+def test_a_copy_of_a_file_that_its_checkpoint_does_not_have_frees_its_slot(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder]
+) -> None:
+    """Its slot stayed as it was while it was received, until the keeper ended."""
+    offer = offer_of(saved.slots[0])
+    token = wanted(copies, msgspec.structs.replace(offer, contents=msgspec.structs.replace(offer.contents, file=99)))
+    send(copies, token, whole(saved.slots[0]))
+    with pytest.raises(IndexError):
+        copies.finish(token)
+    assert state_of(copies, folders[1]) == SlotState.FREE
+
+
+def later_than(saved: Saved | Later, folder: NodeFolder, stack: ExitStack) -> Later:
     """A later checkpoint, sealed, whose slots all lie in `folder`."""
     later = Later(saved, folder, stack)
     for slot in later.slots:
@@ -309,4 +340,19 @@ def test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed(
     Sealing(third.generation).seal(third.slots[0])
     assert received(copies, third.slots[0]) == CopyKept()
     assert first.refresh().contents == saved.slots[0].record.contents
+    assert len(copy_names(folders[1])) == 3
+
+
+def test_copies_that_are_owed_to_the_run_do_not_make_others_more_and_more(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder], stack: ExitStack
+) -> None:
+    """While nothing got protected, each newer copy of the rank took memory anew, until the node had none."""
+    assert received(copies, saved.slots[0]) == CopyKept()
+    (owed,) = copies.held(CHECKPOINT)
+    owed.promote(CHECKPOINT)
+    later: Saved | Later = saved
+    for _ in range(5):
+        later = later_than(later, folders[1], stack)
+        assert received(copies, later.slots[0]) == CopyKept()
+    assert owed.refresh().state == SlotState.SEALED
     assert len(copy_names(folders[1])) == 3

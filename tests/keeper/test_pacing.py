@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -34,6 +35,17 @@ ib0\t00004D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
 eth1\t00004D0A\t00000000\t0001\t0\t0\t5\t00FFFFFF\t0\t0\t0
 none\t07004D0A\t00000000\t0201\t0\t0\t0\tFFFFFFFF\t0\t0\t0
 """
+#: As the kernel writes them: destination, source, gateway, metric, two counts, flags, interface.
+ROUTES_6 = "".join(
+    f"{destination} {'0' * 32} 00 {'0' * 32} {metric} 00000001 00000000 {flags} {interface}\n"
+    for destination, metric, flags, interface in (
+        ("fd000077000000000000000000000000 40", "00000100", "00000001", "ib0"),
+        ("fd000077000000000000000000000000 40", "00000005", "00000001", "eth1"),
+        ("fd000077000000000000000000000000 40", "00000001", "00000200", "none"),
+        ("00000000000000000000000000000000 00", "00000400", "00000003", "eth0"),
+        ("00000000000000000000000000000000 00", "ffffffff", "00200200", "lo"),
+    )
+)
 
 
 class Training:
@@ -236,6 +248,12 @@ def test_the_route_with_the_longest_prefix_and_the_least_metric_leads_to_a_peer(
     assert chosen_route(ROUTES.splitlines()[0], address) is None
 
 
+def test_routes_of_ipv6_lead_to_peers_too() -> None:
+    assert chosen_route(ROUTES_6, "fd00:77::9") == "eth1"
+    assert chosen_route(ROUTES_6, "2001:db8::1") == "eth0"
+    assert chosen_route(ROUTES_6.splitlines()[-1], "2001:db8::1") is None
+
+
 def test_the_own_addresses_of_a_node_are_reached_by_loopback_whose_bytes_are_counted() -> None:
     assert interface_to("127.0.0.1") == LOOPBACK
     before = sent_nbytes(LOOPBACK)
@@ -260,6 +278,24 @@ print(10_000 <= sent_nbytes("{INTERFACE}") - before <= 20_000)
     assert log.read_text().split() == [INTERFACE, LOOPBACK, "True"]
 
 
+def test_a_node_without_ipv4_finds_its_interface_too(network: Network, tmp_path: Path) -> None:
+    (node,), log = network.start(1), tmp_path / "log"
+    ips = (
+        "-4 addr flush dev eth0",
+        "-6 addr add fd00:77::1/64 dev eth0 nodad",
+        "-6 route add default via fd00:77::2",
+    )
+    enable = "echo 0 > /proc/sys/net/ipv6/conf/all/disable_ipv6"
+    steps = "\n".join((enable, *(f"ip {each}".replace("eth0", INTERFACE) for each in ips)))
+    assert node.popen(["sh", "-ec", steps], log=log).wait(60) == 0, log.read_text()
+    script = """if True:
+        from holdfast.keeper.link_counters import interface_to
+        print(*(interface_to(peer) for peer in ("fd00:77::2", "fd00:99::1", "fd00:77::1", "::1")))
+    """
+    assert node.popen([sys.executable, "-c", script], log=log).wait(60) == 0, log.read_text()
+    assert log.read_text().split() == [INTERFACE, INTERFACE, LOOPBACK, LOOPBACK]
+
+
 def test_the_pace_travels_to_keepers_in_the_table_of_peers(tmp_path: Path) -> None:
     table = PeerTable(bytes(16), 0, (PeerNode("a", "h:1"), PeerNode("b", "h:2")), ((1,), (0,)))
     with NodeFolder("file:///run", node_dir=tmp_path) as folder:
@@ -274,6 +310,9 @@ def test_wrong_paces_are_refused_where_they_are_given() -> None:
         Memory(protect=Copies(1), protect_pace="fast")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="protect_bytes_per_s must be positive"):
         Memory(protect=Copies(1), protect_bytes_per_s=-1.0)
+    for endless, why in ((10**400, "a float can hold"), (math.inf, "is infinite; pass None"), (math.nan, "positive")):
+        with pytest.raises(ValueError, match=why):
+            Memory(protect=Copies(1), protect_bytes_per_s=endless)
     with pytest.raises(ValueError, match="must be at least 1,000,000"):
         Memory(protect=Copies(1), protect_bytes_per_s=1000)
     with pytest.raises(TypeError, match="a number of bytes"):

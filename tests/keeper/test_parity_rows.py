@@ -230,6 +230,16 @@ def test_a_newer_generation_takes_the_rows_of_the_one_before_the_last(made: Made
                 assert_is_parity(row, snapshot)
 
 
+def test_a_keeper_of_parity_does_not_grow_with_the_number_of_saves(made: Made) -> None:
+    """It kept the record of each row that it ever held: kilobytes for each rank of the group."""
+    nodes = made(1, ((MIB,), (MIB,), (MIB,)))
+    for seq in range(1, 6):
+        nodes.protect(Snapshot(nodes, seq).stage(nodes))
+    nodes.look()
+    for keeper in nodes.keepers:
+        assert len(keeper._rows._records) <= 2
+
+
 def test_the_protected_generation_survives_newer_ones_that_are_never_complete(made: Made) -> None:
     nodes = made(1)
     protected = Snapshot(nodes, 1).stage(nodes)

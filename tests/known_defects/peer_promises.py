@@ -380,8 +380,8 @@ PEER_MUTATIONS = [
     Mutation(  # copy undigested
         "keeper/test_copies.py::test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy",
         "keeper/copies.py",
-        "        if (damage := _damage(incoming)) is not None:",
-        '        if damage := "":',
+        "        if damage is not None:",
+        "        if not slot:",
     ),
     Mutation(  # damaged copy not freed
         "keeper/test_copies.py::test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy",
@@ -446,14 +446,14 @@ PEER_MUTATIONS = [
     Mutation(  # copy removed while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            idle = {name: slot for name, slot in self._copies.items() if name not in busy}",
-        "            idle = {name: slot for name, slot in self._copies.items() if name not in self.being_sent}",
+        "                if name not in busy and slot.rank",
+        "                if name not in self.being_sent and slot.rank",
     ),
     Mutation(  # copy given back while received
         "keeper/test_copy_reception.py::test_what_is_being_received_stays_though_it_looks_old",
         "keeper/copies.py",
-        "            for name in self._copies.keys() - busy:",
-        "            for name in self._copies.keys() - self.being_sent:",
+        "                if name in busy or slot.rank",
+        "                if name in self.being_sent or slot.rank",
     ),
     Mutation(  # owed copy filled anew
         "keeper/test_copy_reception.py::test_the_newest_protected_copy_is_not_filled_anew_nor_one_that_is_owed",
@@ -520,5 +520,12 @@ PEER_MUTATIONS = [
         "recovery/source_plan.py",
         "                self._moved[busiest].remove(number)\n",
         "",
+    ),
+    Mutation(  # nodes without a part add to no sum
+        "checkpointer/test_rebuild_plan.py::"
+        "test_a_node_without_a_part_in_the_job_sends_its_slots_and_helps_to_rebuild_those_of_a_lost_one",
+        "checkpointer/rebuild_plan.py",
+        "plan_rebuild(left, {**nodes, **{share.node: share.adding() for share in away}})",
+        "plan_rebuild(left, nodes)",
     ),
 ]

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.errors import StorageError
 from holdfast.format.records import Place
-from holdfast.node_memory.parity_records import GroupNode, ParityGroup, SlotDigests
+from holdfast.node_memory.parity_records import GroupNode, HeldRow, ParityGroup, ParityRecord, SlotDigests
 from holdfast.node_memory.slots import Contents, SlotFile
 from holdfast.peers.peer_messages import (
     CheckHeld,
@@ -46,6 +46,7 @@ from tests.peers.stub_keeper import CHECKPOINT
 
 SLOT = SlotDigests(5, (SlotFile(6, 0, 4096, 8192),), ("a" * 32,))
 GROUP = ParityGroup((GroupNode("a", (SLOT,)), GroupNode("b", ())), 1)
+RECORD = ParityRecord(GROUP, 1, 2, "c" * 32)
 HOP = SumHop("127.0.0.1:9", 255, 10, 20, (SumPart(1, 2, 3),), 4, 5, 6)
 CONTENTS = Contents("f" * 32, CHECKPOINT, Place(2, 3), 700, 5, 4096, 10**9, second=SlotFile(6, 10**9, 4096, 8192))
 REQUESTS = (
@@ -66,7 +67,7 @@ REQUESTS = (
 )
 REPLIES = (
     CopyWanted(5, True),
-    ListedSlots((ListedSlot(CHECKPOINT, SLOT),)),
+    ListedSlots((ListedSlot(CHECKPOINT, SLOT),), (), (HeldRow(CHECKPOINT, RECORD),)),
     CopyKept(),
     Declined("no room"),
     Damaged("block 3"),

@@ -21,6 +21,9 @@ from holdfast.proving.rehearsal import Rehearsal
 from tests.support.command_line import Done, holdfast_command
 from tests.support.models import start_new_job
 
+#: Each attempt of a script starts torchrun and its ranks, and a proof has five of them.
+pytestmark = pytest.mark.timeout(600)
+
 #: A script whose pieces the tests take away one by one.
 SCRIPT = """
 import sys
@@ -60,7 +63,7 @@ def prove(*arguments: object) -> Done:
     return holdfast_command("prove", *map(str, arguments))
 
 
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.slow
 def test_a_script_that_resumes_is_proved(script: Path, tmp_path: Path, num_ranks: int) -> None:
     result = prove("--json", "--nproc", num_ranks, "--kills", 1, "--dir", tmp_path / "proof", script, 6)

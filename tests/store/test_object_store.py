@@ -476,6 +476,25 @@ def test_an_answer_that_ends_too_early_as_if_it_were_whole_is_no_damage_of_the_o
         assert broken.create("b", content.tobytes())
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"), [(200, []), (206, ["Content-Range: bytes 0--1/0"]), (206, ["Content-Range: bytes */0"])]
+)
+def test_an_empty_object_is_read_whatever_its_server_makes_of_a_range(
+    broken: ObjectStore, proxy: FaultProxy, status: int, headers: list[str]
+) -> None:
+    assert broken.create("empty", b"")
+    assert broken.create("full", b"full")
+    answers = on("GET").answers(status, *headers, body=b"")
+    with proxy.faults(answers):
+        assert (broken.read("empty"), broken.read("empty", limit=9), broken.read("empty", start=3)) == (b"", b"", b"")
+        for key, nbytes, code in (("empty", 3, "corrupt.short"), ("full", None, "storage.failed")):
+            with pytest.raises(HoldfastError) as caught:
+                broken.read(key, nbytes=nbytes)
+            assert caught.value.code == code, caught.value
+    with proxy.faults(on("PUT").once().loses_the_answer(), answers):
+        assert broken.create("another", b"")
+
+
 def test_a_small_file_that_a_proxy_sends_twice_is_published(broken: ObjectStore) -> None:
     content = np.arange(100, dtype=np.uint8)
     first, second = broken.writer("file", nbytes=100), broken.writer("file", nbytes=100)

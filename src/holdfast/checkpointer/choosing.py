@@ -18,15 +18,17 @@ import msgspec
 
 from holdfast.checkpoint.catalogue import EVERY_RANK
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.away_nodes import AwaySlots, away_slots
-from holdfast.checkpointer.inventories import HeldFile, Inventory, Unknown, generation_of
+from holdfast.checkpointer.away_nodes import KnownPeers, away_shares, fitting, known_peers
+from holdfast.checkpointer.inventories import HeldFile, Inventory, ToldKnowledge, Unknown, generation_of
 from holdfast.checkpointer.rebuild_plan import (
+    AwayShare,
     FetchedSlot,
+    FoundElsewhere,
     LostSlots,
     NodeShare,
     Rebuild,
-    plan_fetch,
     plan_rebuild,
+    plan_with_away,
     taking_part,
 )
 from holdfast.checkpointer.restore_report import Tier
@@ -201,8 +203,10 @@ class Survey:
         self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
         self._inventories: Sequence[Inventory] = ()
-        self._folder: NodeFolder | None = None
-        self._away_slots: AwaySlots | None = None
+        #: The nodes of the last job, and the rank that knows of a later one than rank 0's node.
+        self._peers = KnownPeers()
+        self._peers_sender: int | None = None
+        self._away_shares: Mapping[str, Sequence[AwayShare]] | None = None
         self._held: dict[str, list[tuple[str, HeldFile]]] = {}  # by checkpoint, with their nodes
         self._speeds: dict[str, float] = {}  # by node
         self._generations: dict[str, Generation] = {}
@@ -210,7 +214,7 @@ class Survey:
 
     def look(self, folder: NodeFolder, parts: Mapping[str, DiskPart], inventories: Sequence[Inventory]) -> None:
         """Record the inventories of all ranks; `folder` and `parts` are those of rank 0's node."""
-        self._inventories, self._held, self._folder = inventories, {}, folder
+        self._inventories, self._held, self._peers = inventories, {}, known_peers(folder)
         self._bad = frozenset(
             BadCopy(
                 each.checkpoint_id,
@@ -222,10 +226,14 @@ class Survey:
         )
         self._speeds = {each.node: each.sent_bytes_per_s for each in inventories if each.sent_bytes_per_s}
         told: dict[str, tuple[HeldFile, ...]] = {}
+        newest: dict[str, tuple[Place, int]] = {}  # by last job, the newest place there, and a rank that knows the job
         for rank, found in enumerate(inventories):
             if told.get(found.node) == found.held:  # most ranks of a node tell the same
                 continue
             told[found.node] = found.held
+            if found.peers and found.held:
+                place = max(each.place for each in found.held)
+                newest[found.peers] = max(newest.get(found.peers, (place, rank)), (place, rank))
             for each in found.held:
                 self._held.setdefault(each.checkpoint_id, []).append((found.node, each))
             for checkpoint_id in {each.checkpoint_id for each in found.held} - self._generations.keys():
@@ -234,15 +242,22 @@ class Survey:
                 except (FileNotFoundError, CorruptError):
                     self._senders.setdefault(checkpoint_id, rank)
 
-    def answer(self, storage: Store) -> Chosen | Unknown:
-        """The answer to all ranks: the checkpoint that they restore, or the generations that rank 0 needs first."""
-        return Unknown(self._senders) if self._senders else self._choose(storage)
+        here = newest.get(self._peers.name)
+        if newest and (here is None or here[0] < max(newest.values())[0]):
+            self._peers_sender = max(newest.values())[1]
 
-    def answer_when_told(self, storage: Store, told: Sequence[Sequence[Generation]]) -> Chosen:
-        """The checkpoint that all ranks restore, now that each rank has sent its part of the unknown generations
+    def answer(self, storage: Store) -> Chosen | Unknown:
+        """The answer to all ranks: the checkpoint that they restore, or what rank 0 needs first to choose."""
+        if self._senders or self._peers_sender is not None:
+            return Unknown(self._senders, self._peers_sender)
+        return self._choose(storage)
+
+    def answer_when_told(self, storage: Store, told: Sequence[ToldKnowledge]) -> Chosen:
+        """The checkpoint that all ranks restore, now that each rank has sent its part of what was unknown
         (`known_of`)."""
-        for generations in told:
-            self._generations.update({generation.checkpoint_id: generation for generation in generations})
+        for knowledge in told:
+            self._generations.update({each.checkpoint_id: each for each in knowledge.generations})
+            self._peers = knowledge.peers or self._peers
         return self._choose(storage)
 
     def _choose(self, storage: Store) -> Chosen:
@@ -337,7 +352,7 @@ class Survey:
                 fetched: tuple[FetchedSlot, ...] = ()
                 seals = self._seals(run, generation.place, stored, files, sources)
                 if seals is None and not run.is_removed(generation.place):
-                    lost, fetched = self._elsewhere(checkpoint_id, files)
+                    lost, fetched = self._elsewhere(checkpoint_id, files, Files(manifest))
                     slots = [each.slot for part in lost for each in part.slots] + [each.away.slot for each in fetched]
                     seals = _seals_with(manifest.file_names, files, slots) if slots else None
                 if seals is not None and manifest.body.run_id == run.run_id:
@@ -355,11 +370,10 @@ class Survey:
             return f"no node of this job has {num_missing} of its {count(len(names), 'file')}, or a sound copy of them"
         return "its manifest is damaged"
 
-    def _elsewhere(
-        self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]]
-    ) -> tuple[tuple[LostSlots, ...], tuple[FetchedSlot, ...]]:
-        """The slots to rebuild from parity, so that no file of a checkpoint is missing, or those to fetch from nodes
-        that have no part in the job; none of either if that cannot be done."""
+    def _elsewhere(self, checkpoint_id: str, files: Sequence[Mapping[str, _Copy]], layouts: Files) -> FoundElsewhere:
+        """The slots to rebuild from parity, so that no file of a checkpoint is missing, and those to fetch from nodes
+        that have no part in the job; none if that cannot be done. These nodes are asked only where the others do not
+        have enough."""
         own: dict[str, dict[int, str]] = {}
         for number, holders in enumerate(files):
             for node, copy in holders.items():
@@ -375,15 +389,17 @@ class Survey:
             shares[node] = NodeShare(ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
         if lost := plan_rebuild(missing, shares):
-            return lost, ()
-        return (), plan_fetch(missing, self._away().by_id.get(checkpoint_id, ()), shares) or ()
+            return FoundElsewhere(lost)
+        away = [fitting(share, layouts) for share in self._away(checkpoint_id)]
+        return plan_with_away(missing, away, shares) or FoundElsewhere()
 
-    def _away(self) -> AwaySlots:
-        """The slots on nodes of the last job that have no part in this one, which are asked once."""
-        if self._away_slots is None:
-            present = {each.node for each in self._inventories}
-            self._away_slots = AwaySlots() if self._folder is None else away_slots(self._folder, present)
-        return self._away_slots
+    def _away(self, checkpoint_id: str) -> list[AwayShare]:
+        """What the nodes of the last job that have no part in this one have of a checkpoint. They are asked once, and
+        those that have failed do not count."""
+        if self._away_shares is None:
+            self._away_shares = away_shares(self._peers, {each.node for each in self._inventories})
+        found = self._away_shares.get(checkpoint_id, ())
+        return [each for each in found if FailedNode(checkpoint_id, each.node) not in self._failed]
 
     def _rebuild(self, checkpoint_id: str, whole: _WholeCheckpoint) -> Rebuild | None:
         """The rebuilding that must come before a checkpoint can be read; None where nothing is lost."""
@@ -391,9 +407,12 @@ class Survey:
             return None
         run_id = whole.stored.manifest.body.run_id
         generation = encode_generation(self._generations[checkpoint_id])
-        secret = self._away().secret if whole.fetched else secrets.token_bytes(_SECRET_NBYTES)
+        # Nodes that have no part in the job know only the secret of the last one, and may be asked later.
+        secret = self._peers.secret or secrets.token_bytes(_SECRET_NBYTES)
+        present = {each.node for each in self._inventories}
+        away = {node.identity: node.address for node in self._peers.nodes if node.identity not in present}
         nodes = taking_part(whole.lost, whole.fetched, [each.node for each in self._inventories])
-        return Rebuild(run_id, generation, secret, nodes, whole.lost, whole.fetched)
+        return Rebuild(run_id, generation, secret, nodes, whole.lost, whole.fetched, away)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)

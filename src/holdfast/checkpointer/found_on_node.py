@@ -14,7 +14,6 @@ from holdfast.checkpoint.catalogue import EVERY_RANK, FileCopy
 from holdfast.checkpoint.catalogue import Tier as NodeTier
 from holdfast.checkpointer.choosing import Chosen, is_bad
 from holdfast.checkpointer.inventories import Inventory, generation_of
-from holdfast.checkpointer.rebuild_plan import HeldRow
 from holdfast.errors import CorruptError
 from holdfast.format import manifest as fmt
 from holdfast.format import records
@@ -24,7 +23,7 @@ from holdfast.keeper.persist import data_file
 from holdfast.node_disk.disk_folder import DiskPart, parts_on_disks
 from holdfast.node_memory.generations import give_up_generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.parity_records import record_of
+from holdfast.node_memory.parity_records import HeldRow, record_of
 from holdfast.node_memory.slots import OWED, WHOLE, Slot, SlotState, copy_names, parity_names, slot_names
 from holdfast.store.base import Location
 from holdfast.store.memory import FilesInMemory, MemoryFile

@@ -9,13 +9,14 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.checkpoint.catalogue import Tier as NodeTier
-from holdfast.checkpointer.rebuild_plan import HeldRow
+from holdfast.checkpointer.away_nodes import KnownPeers, known_peers
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.format.records import Place
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.claims import has_any_trainer, has_trainer
 from holdfast.node_memory.generations import Generation, read_generation
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.parity_records import HeldRow
 from holdfast.node_memory.peering import noted_speed
 from holdfast.node_memory.slots import WHOLE, Slot, SlotState
 
@@ -48,7 +49,8 @@ class HeldFile(msgspec.Struct, frozen=True, array_like=True):
 class Inventory(msgspec.Struct, frozen=True, array_like=True):
     """The whole data files and rows of parity that a rank finds on its `node` and whose manifests the node has; and
     whether any trainer is filling a slot. The node has last sent copies at `sent_bytes_per_s` (0: it has sent none).
-    `protect` is the policy that the rank wants for its snapshots."""
+    `protect` is the policy that the rank wants for its snapshots. `peers` is the name of the nodes of the last job, if
+    the node knows them (`KnownPeers`)."""
 
     node: str
     held: tuple[HeldFile, ...]
@@ -56,12 +58,22 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[HeldRow, ...] = ()
     sent_bytes_per_s: float = 0.0
     protect: str = ""
+    peers: str = ""
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
-    """The checkpoints of which rank 0's node has no part: for each id, the rank that shall send the generation."""
+    """The checkpoints of which rank 0's node has no part: for each id, the rank that shall send the generation. And the
+    rank that shall tell the nodes of the last job, where rank 0's node does not know them."""
 
     senders: dict[str, int]
+    peers_sender: int | None = None
+
+
+class ToldKnowledge(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's part of what is `Unknown` to rank 0's node."""
+
+    generations: tuple[Generation, ...] = ()
+    peers: KnownPeers | None = None
 
 
 def inventory(
@@ -99,9 +111,9 @@ def inventory(
     for part in parts:
         held += _held_on_disk(part, has_trainers=has_trainers)
     speed = noted_speed(folder)
-    return Inventory(
-        folder.identity(), tuple(held), is_filling, tuple(rows), 0.0 if speed is None else speed.bytes_per_s
-    )
+    sent_bytes_per_s = 0.0 if speed is None else speed.bytes_per_s
+    peers = known_peers(folder).name
+    return Inventory(folder.identity(), tuple(held), is_filling, tuple(rows), sent_bytes_per_s, peers=peers)
 
 
 def _held_on_disk(part: DiskPart, *, has_trainers: bool) -> list[HeldFile]:
@@ -137,11 +149,11 @@ def generation_of(folder: NodeFolder, parts: Mapping[str, DiskPart], checkpoint_
     return read_generation(folder, checkpoint_id) if part is None else part.generation
 
 
-def known_of(folder: NodeFolder, parts: Mapping[str, DiskPart], unknown: Unknown, *, rank: int) -> list[Generation]:
-    """The generations that `rank` has to send, of the checkpoints that are `unknown` to rank 0's node."""
+def known_of(folder: NodeFolder, parts: Mapping[str, DiskPart], unknown: Unknown, *, rank: int) -> ToldKnowledge:
+    """The part that `rank` has to send of what is `unknown` to rank 0's node."""
     mine = []
     for checkpoint_id, sender in unknown.senders.items():
         if sender == rank:
             with suppress(FileNotFoundError, CorruptError):
                 mine.append(generation_of(folder, parts, checkpoint_id))
-    return mine
+    return ToldKnowledge(tuple(mine), known_peers(folder) if unknown.peers_sender == rank else None)

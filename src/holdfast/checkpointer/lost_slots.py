@@ -45,12 +45,12 @@ _SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
 
 
 class RebuildOutcome(NamedTuple):
-    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that are `damaged`,
-    and of those that are `silent`, that is, did not answer; and why it was not rebuilt, "" if it was."""
+    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, and of
+    those that are `silent`, that is, may answer at the next try; and why it was not rebuilt, "" if it was."""
 
     place: Place
     checkpoint_id: str
-    damaged: frozenset[str]
+    failed: frozenset[str]
     silent: frozenset[str]
     trouble: str
 
@@ -73,10 +73,10 @@ class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that are `damaged` or `silent`, and any
+    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed` or are `silent`, and any
     `trouble`."""
 
-    damaged: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     trouble: str = ""
 
@@ -103,7 +103,7 @@ def rebuild_lost(
         if silent:
             return _RebuildReport((), silent, f"{count(len(silent), 'keeper')} did not listen")
         way = Way(TcpPeers(own_host()), known.addresses.get(folder.identity(), ""), rebuild.secret)
-        work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses, deadline)
+        work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses | rebuild.away, deadline)
         reports = [
             work.rebuilt(lost, slot) for lost in rebuild.lost for slot in lost.slots if slot.executor == channel.rank
         ]
@@ -112,8 +112,8 @@ def rebuild_lost(
 
     known = channel.exchange("keepers", attempt(listen), told, deadline, takes=ReachedKeeper, gives=_KeeperAddresses)
     report = channel.exchange("rebuilt", attempt(mine), _merged, deadline, takes=_RebuildReport, gives=_RebuildReport)
-    damaged, silent = frozenset(report.damaged), frozenset(report.silent)
-    return RebuildOutcome(seal.place, seal.checkpoint_id, damaged, silent, report.trouble)
+    failed, silent = frozenset(report.failed), frozenset(report.silent)
+    return RebuildOutcome(seal.place, seal.checkpoint_id, failed, silent, report.trouble)
 
 
 class _RankWork(NamedTuple):
@@ -146,10 +146,11 @@ class _RankWork(NamedTuple):
             case CopyKept():
                 return _RebuildReport()
             case NodesFailed():
-                damaged, silent = (
-                    tuple(identities[number] for number in each) for each in (reply.numbers, reply.silent)
-                )
-                return _RebuildReport(damaged, silent, reply.reason)
+                silent = [identities[number] for number in reply.silent]
+                # Nobody starts the keeper of a node again that has no part in the job.
+                away = [each for each in silent if each in self.rebuild.away]
+                failed = (*(identities[number] for number in reply.numbers), *away)
+                return _RebuildReport(failed, tuple(each for each in silent if each not in away), reply.reason)
             case Damaged() | Declined() | RequestRefused():
                 return _RebuildReport(trouble=reply.reason)
             case _:
@@ -159,14 +160,14 @@ class _RankWork(NamedTuple):
         """Have one slot sent by the node that has it."""
         files = tuple(part.file for part in away.slot.files)
         request = SendCopies(self.seal.checkpoint_id, files, self.addresses[self.own])
-        way = Way(self.way.transport, away.address, self.rebuild.secret)
+        way = Way(self.way.transport, self.addresses[away.node], self.rebuild.secret)
         left_s = _SHARE * self.deadline.remaining_s()
         patience_s = _SEND_S + _SEND_S_PER_NBYTES * sum(part.nbytes for part in away.slot.files)
         try:
             with way.connect() as connection:
                 require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
-        except HoldfastError as error:
-            return _RebuildReport(trouble=error.message)
+        except HoldfastError as error:  # another node may have a copy
+            return _RebuildReport((away.node,), trouble=error.message)
         return _RebuildReport()
 
     def _contents(self, slot: SlotDigests) -> Contents:
@@ -184,7 +185,7 @@ class _RankWork(NamedTuple):
 
 
 def _merged(reports: Sequence[_RebuildReport]) -> _RebuildReport:
-    damaged = sorted({identity for report in reports for identity in report.damaged})
+    failed = sorted({identity for report in reports for identity in report.failed})
     silent = sorted({identity for report in reports for identity in report.silent})
     trouble = next((report.trouble for report in reports if report.trouble), "")
-    return _RebuildReport(tuple(damaged), tuple(silent), trouble)
+    return _RebuildReport(tuple(failed), tuple(silent), trouble)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -85,6 +86,8 @@ class Memory:
         if self.protect_bytes_per_s is None:
             return
         check_positive("protect_bytes_per_s", self.protect_bytes_per_s, "bytes")
+        if math.isinf(self.protect_bytes_per_s):
+            raise ValueError("protect_bytes_per_s is infinite; pass None, which sets no limit")
         if self.protect_bytes_per_s < MIN_PROTECT_BYTES_PER_S:
             raise ValueError(
                 f"protect_bytes_per_s is {self.protect_bytes_per_s}, but must be at least {MIN_PROTECT_BYTES_PER_S:,}: "

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -46,6 +47,8 @@ from holdfast.protection.policies import Copies, Parity
 #: The variable of the environment that names the failure domains of a node.
 DOMAIN_VARIABLE: Final = "HOLDFAST_DOMAIN"
 
+#: Limit for the bytes of the file that names them.
+_DOMAIN_NBYTES: Final = 4096
 _SECRET_NBYTES: Final = 32
 #: Time for a keeper to listen after it was told the secret.
 _LISTEN_S: Final = 20.0
@@ -143,20 +146,34 @@ class PeerMeeting:
         Collective. Whatever prevents it is not an error: the first save meets, and says what is wrong."""
         self.copies_left = left
 
-        def make_ready() -> None:
+        def give_way() -> None:
             if has_any_trainer(folder):
                 raise _trains(folder)
+
+        def make_ready() -> None:
+            give_way()
             ensure_keeper(folder, run)
 
         try:
             channel.confirm("keepers", attempt(make_ready), deadline)
-            self._meet(folder, part, channel, deadline)
+            self._meet(folder, part, channel, deadline, before_note=give_way)
         except HoldfastError as error:
             _log.info("the nodes protect nothing before the first save of this job: %s", error)
         else:
             self.error = None
 
-    def _meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
+    def _meet(
+        self,
+        folder: NodeFolder,
+        part: ProtectedPart,
+        channel: Channel,
+        deadline: Deadline,
+        *,
+        before_note: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Meet. Calls `before_note` at once before each note in the folder of the node, whose error ends the
+        meeting."""
+
         def card() -> NodeCard:
             domains = _domains(self.rules.domain)
             return NodeCard(folder.identity(), own_host(), (part.rank,), domains, part.groups)
@@ -171,6 +188,7 @@ class PeerMeeting:
             return _PlacedNodes(self._secret, identities, targets, parity, adoption)
 
         def listen() -> ReachedKeeper:
+            before_note()
             return reached(folder, placed.secret)
 
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
@@ -182,9 +200,14 @@ class PeerMeeting:
 
         placed = channel.exchange("nodes", attempt(card), place, deadline, takes=NodeCard, gives=_PlacedNodes)
         found = channel.exchange("keepers", attempt(listen), table, deadline, takes=ReachedKeeper, gives=PeerTable)
-        own = placed.identities.index(folder.identity())
-        with unusable_memory(folder.path):
-            note_table(folder, msgspec.structs.replace(found, own=own))
+
+        def note() -> None:
+            before_note()
+            own = placed.identities.index(folder.identity())
+            with unusable_memory(folder.path):
+                note_table(folder, msgspec.structs.replace(found, own=own))
+
+        channel.confirm("table", attempt(note), deadline)
 
 
 def reached(folder: NodeFolder, secret: bytes) -> ReachedKeeper:
@@ -241,15 +264,29 @@ def _adoption(left: CopiesLeft, cards: Sequence[NodeCard], identities: Sequence[
 def _domains(given: str | Path | None) -> tuple[str, ...]:
     """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
     if isinstance(given, Path):
-        try:
-            names = domain_parts(given.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise _no_domain(given, f"cannot be read: {error}") from error
+        names = domain_parts(_text_of(given))
         if not names:
             raise _no_domain(given, "is empty")
     else:
         names = domain_parts(os.environ.get(DOMAIN_VARIABLE, "") if given is None else given)
     return tuple(reversed(names))
+
+
+def _text_of(path: Path) -> str:
+    """The text of a small file. Nothing else is read: a named pipe without a writer would not come to its end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _no_domain(path, "is no regular file")
+            data = os.read(fd, _DOMAIN_NBYTES + 1)
+        finally:
+            os.close(fd)
+        if len(data) > _DOMAIN_NBYTES:
+            raise _no_domain(path, f"has more than {_DOMAIN_NBYTES:,} bytes")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _no_domain(path, f"cannot be read: {error}") from error
 
 
 def domain_parts(text: str) -> list[str]:

@@ -10,13 +10,6 @@ import msgspec
 from holdfast.node_memory.parity_records import ParityGroup, ParityRecord, SlotDigests
 
 
-class HeldRow(msgspec.Struct, frozen=True, array_like=True):
-    """A complete row of parity on a node, of a checkpoint."""
-
-    checkpoint_id: str
-    record: ParityRecord
-
-
 class RebuiltSlot(msgspec.Struct, frozen=True, array_like=True):
     """A lost slot, and the rank of the present job that has the keeper of its node rebuild it."""
 
@@ -33,9 +26,9 @@ class LostSlots(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AwaySlot(msgspec.Struct, frozen=True, array_like=True):
-    """A sealed slot on a node that has no part in the present job, whose keeper is at `address`."""
+    """A sealed slot on a node that has no part in the present job, or a copy there of another node's."""
 
-    address: str
+    node: str
     slot: SlotDigests
 
 
@@ -57,6 +50,8 @@ class Rebuild(msgspec.Struct, frozen=True, array_like=True):
     nodes: tuple[str, ...]
     lost: tuple[LostSlots, ...] = ()
     fetched: tuple[FetchedSlot, ...] = ()
+    #: The addresses of the keepers of nodes that have no part in the job, by identity.
+    away: dict[str, str] = {}
 
 
 class NodeShare(NamedTuple):
@@ -66,6 +61,31 @@ class NodeShare(NamedTuple):
     ranks: Sequence[int]
     own: Mapping[int, str]
     rows: Sequence[ParityRecord]
+
+
+class AwayShare(NamedTuple):
+    """The parts of a checkpoint that a node has which has no part in the present job: its own slots, its copies of
+    others, and its rows of parity."""
+
+    node: str
+    own: Sequence[SlotDigests]
+    copies: Sequence[SlotDigests]
+    rows: Sequence[ParityRecord]
+
+    def adding(self) -> NodeShare:
+        """What the node can add to sums of parity."""
+        files = (
+            (part.file, digest) for slot in self.own for part, digest in zip(slot.files, slot.digests, strict=True)
+        )
+        return NodeShare((), dict(files), self.rows)
+
+
+class FoundElsewhere(NamedTuple):
+    """The plan for files that no node of the job has: slots that are `lost` and rebuilt, and slots that are
+    `fetched`."""
+
+    lost: tuple[LostSlots, ...] = ()
+    fetched: tuple[FetchedSlot, ...] = ()
 
 
 def plan_rebuild(missing: Collection[int], nodes: Mapping[str, NodeShare]) -> tuple[LostSlots, ...] | None:
@@ -88,18 +108,20 @@ def plan_rebuild(missing: Collection[int], nodes: Mapping[str, NodeShare]) -> tu
     return None if left else tuple(found)
 
 
-def plan_fetch(
-    missing: Collection[int], away: Sequence[AwaySlot], nodes: Mapping[str, NodeShare]
-) -> tuple[FetchedSlot, ...] | None:
-    """The slots that nodes `away` from the job send to its `nodes`, so that no file is `missing`; None where they do
-    not have all. New nodes get what their own ranks need first, as in `plan_rebuild`."""
-    found: list[FetchedSlot] = []
+def plan_with_away(
+    missing: Collection[int], away: Sequence[AwayShare], nodes: Mapping[str, NodeShare]
+) -> FoundElsewhere | None:
+    """The plan by which the `nodes` of the job get the `missing` files of a checkpoint with the help of those that are
+    `away` from it: these send what they hold, and have a part in the rebuilding of the rest. None where that does not
+    give all files. New nodes get what their own ranks need first, as in `plan_rebuild`."""
+    fetched: list[FetchedSlot] = []
     left, receivers = set(missing), _Receivers(nodes)
-    for each in away:
-        if left & _files(each.slot):
-            found.append(FetchedSlot(each, receivers.take(each.slot)))
-            left -= _files(each.slot)
-    return None if left else tuple(found)
+    for node, slot in ((share.node, slot) for share in away for slot in (*share.own, *share.copies)):
+        if left & _files(slot):
+            fetched.append(FetchedSlot(AwaySlot(node, slot), receivers.take(slot)))
+            left -= _files(slot)
+    lost = plan_rebuild(left, {**nodes, **{share.node: share.adding() for share in away}})
+    return None if lost is None else FoundElsewhere(lost, tuple(fetched))
 
 
 def taking_part(lost: Sequence[LostSlots], fetched: Sequence[FetchedSlot], node_of: Sequence[str]) -> tuple[str, ...]:
@@ -107,7 +129,7 @@ def taking_part(lost: Sequence[LostSlots], fetched: Sequence[FetchedSlot], node_
     give their part, and those that receive. `node_of` has the node of each rank of the job."""
     giving = {node.identity for each in lost for number, node in enumerate(each.group.nodes) if number not in each.lost}
     executors = [slot.executor for each in lost for slot in each.slots] + [each.executor for each in fetched]
-    return tuple(sorted(giving.union(node_of[rank] for rank in executors)))
+    return tuple(sorted(giving & {*node_of} | {node_of[rank] for rank in executors}))
 
 
 class _Receivers:

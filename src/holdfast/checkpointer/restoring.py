@@ -30,7 +30,7 @@ from holdfast.checkpointer.choosing import (
 from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
-from holdfast.checkpointer.inventories import Inventory, Unknown, inventory, known_of
+from holdfast.checkpointer.inventories import Inventory, ToldKnowledge, Unknown, inventory, known_of
 from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.peer_meeting import CopiesLeft, check_policies
@@ -51,7 +51,7 @@ from holdfast.loading.one_load import Loading, Opened
 from holdfast.node_disk.disk_folder import check_root, use_disk
 from holdfast.node_disk.disk_store import is_disk_failure
 from holdfast.node_memory.claims import Claim, has_trainer
-from holdfast.node_memory.generations import Generation, give_up_generation
+from holdfast.node_memory.generations import give_up_generation
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import Slot, promote_all
 from holdfast.phases import attempt, done, told
@@ -232,11 +232,11 @@ class _Setbacks:
     trouble: HoldfastError | None = None
 
     def failed(self) -> set[FailedNode]:
-        """The nodes that this restore does without: those with damage, and those that did not answer twice. The second
+        """The nodes that this restore does without: those that failed, and those that did not answer twice. The second
         try starts a keeper again that has died."""
         silent = Counter(FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.silent)
-        damaged = {FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.damaged}
-        return damaged | {each for each, number in silent.items() if number > 1}
+        failed = {FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.failed}
+        return failed | {each for each, number in silent.items() if number > 1}
 
     def rejected(self) -> tuple[RejectedSource, ...]:
         """The sources that the restore did not use."""
@@ -319,7 +319,7 @@ def _newest_in_memory(
         if chosen.rebuild is not None:
             outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
             num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
-            is_unknown = bool(outcome.trouble) and not outcome.damaged | outcome.silent
+            is_unknown = bool(outcome.trouble) and not outcome.failed | outcome.silent
             is_hopeless = is_unknown or num_tries > _NUM_REBUILDS
             return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
         resumes = options.resumes
@@ -477,7 +477,7 @@ def _choose(
             answer = survey.answer(storage)
             return _resumed(answer, storage, options) if isinstance(answer, Chosen) else answer
 
-    def choose_when_told(told: Sequence[list[Generation]]) -> Chosen:
+    def choose_when_told(told: Sequence[ToldKnowledge]) -> Chosen:
         with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
             return _resumed(survey.answer_when_told(storage, told), storage, options)
 
@@ -489,7 +489,7 @@ def _choose(
         return answer
     here = done(node)
     known = attempt(partial(known_of, here.folder, here.parts, answer, rank=channel.rank))
-    return channel.exchange("inventory", known, choose_when_told, deadline, takes=list[Generation], gives=Chosen)
+    return channel.exchange("inventory", known, choose_when_told, deadline, takes=ToldKnowledge, gives=Chosen)
 
 
 def _resumed(chosen: Chosen, storage: Store, options: LoadOptions | None) -> Chosen:

@@ -30,8 +30,8 @@ _HELLO = struct.Struct("<16sI")
 _CHUNK = struct.Struct("<QQ8s")
 _RETRY_S = 0.01
 _LOOPBACK = "127.0.0.1"
-#: An address that no host has (RFC 5737), which therefore lies behind the default route.
-_OUTSIDE = "192.0.2.1"
+#: Addresses that no host has (RFC 5737, RFC 3849), which therefore lie behind the default route.
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
 class TcpTransport:
@@ -44,7 +44,9 @@ class TcpTransport:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._listener = socket.create_server((own_host(), 0), backlog=1024)
+        host = own_host()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._links: dict[int, _Link] = {}
         self._connections: list[socket.socket] = []
         host, port = self._listener.getsockname()[:2]
@@ -235,22 +237,22 @@ def own_host() -> str:
     master = os.environ.get("MASTER_ADDR", "")
     found = _address_towards(master or socket.gethostname())
     if _is_loopback(found) and master and master != "localhost" and not _is_loopback(master):
-        found = _address_towards(_OUTSIDE)
+        outside = map(_address_towards, _OUTSIDE)
+        found = next((address for address in outside if not _is_loopback(address)), found)
     return found
 
 
 def _address_towards(host: str) -> str:
-    """The address from which this host reaches `host`; that of the loopback if it cannot."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    """The address from which this host reaches `host`, an IPv4 one if it has one; that of the loopback if it cannot."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: only makes the system choose a route
             return str(probe.getsockname()[0])
-        except OSError:
-            return _LOOPBACK
+    return _LOOPBACK
 
 
 def _is_loopback(host: str) -> bool:
-    return host.startswith("127.")
+    return host.startswith("127.") or host == "::1"
 
 
 def _fill(connection: socket.socket, out: memoryview) -> None:

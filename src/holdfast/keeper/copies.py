@@ -15,7 +15,7 @@ import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from typing import Final, NamedTuple
@@ -28,6 +28,7 @@ from holdfast.keeper.own_slots import file_numbers
 from holdfast.keeper.peer_generations import GenerationSink, PeerGenerations
 from holdfast.keeper.peer_memory import KEPT, free, opened, reserved
 from holdfast.keeper.persist import Sealing
+from holdfast.keeper.slot_readers import SlotReaders
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import (
@@ -105,6 +106,8 @@ class PeerCopies:
         self._rebuilt: dict[str, Place | None] = {}
         #: The names of copies that the keeper is sending to other nodes. It sets them, and they stay meanwhile.
         self.being_sent: frozenset[str] = frozenset()
+        #: The copies that threads of the listener are sending to nodes that restore.
+        self._readers = SlotReaders()
         #: The ranks for whose copies a thread is taking a slot, or memory. Changes are notified.
         self._preparing: set[int] = set()
         self._changed = Condition(self._lock)
@@ -125,12 +128,11 @@ class PeerCopies:
                 return Declined("another connection is sending a copy of that rank")
             self._preparing.add(offer.rank)
         try:
-            slot = self._slot_for(offer)
+            sealing = self._generations.sealing(offer.contents.checkpoint_id)
+            incoming, token = _Incoming(offer, self._slot_for(offer), sealing), secrets.randbits(63)
             self._generations.expect(offer.contents.checkpoint_id)
-            incoming = _Incoming(offer, slot, self._generations.sealing(offer.contents.checkpoint_id))
-            token = secrets.randbits(63)
             with self._lock:
-                self._copies[slot.name] = slot
+                self._copies[incoming.slot.name] = incoming.slot
                 self._incoming[token] = incoming
         except (HoldfastError, OSError) as error:
             return Declined(str(error))
@@ -232,7 +234,12 @@ class PeerCopies:
                 return Damaged("it was not sent as a whole")
             del self._incoming[token]
         slot, offer = incoming.slot, incoming.offer
-        if (damage := _damage(incoming)) is not None:
+        try:
+            damage = _damage(incoming)
+        except BaseException:
+            slot.advance(SlotRecord(SlotState.FREE))
+            raise
+        if damage is not None:
             slot.advance(SlotRecord(SlotState.FREE))
             return Damaged(damage)
         slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
@@ -274,6 +281,16 @@ class PeerCopies:
             ]
         return [slot for slot in mine if not file_numbers(slot).isdisjoint(files)]
 
+    @property
+    def whole(self) -> list[Slot]:
+        """The whole copies."""
+        with self._lock:
+            return [slot for slot in self._copies.values() if slot.refresh().state in KEPT]
+
+    def reading(self, copy: Slot) -> AbstractContextManager[None]:
+        """The copy stays as it is inside the ``with`` block."""
+        return self._readers.reading(copy.name)
+
     def named(self, name: str) -> Slot | None:
         """The copy called `name`, if it is there."""
         return self._copies.get(name)
@@ -288,8 +305,14 @@ class PeerCopies:
                 if not each.num_active and time.monotonic() - each.touched_at > _DEAD_S:
                     del self._incoming[token]
                     each.slot.advance(SlotRecord(SlotState.FREE))
-            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
-            idle = {name: slot for name, slot in self._copies.items() if name not in busy}
+            busy = self._busy()
+            for name in self._rebuilt.keys() - self._copies.keys():
+                del self._rebuilt[name]
+            idle = {
+                name: slot
+                for name, slot in self._copies.items()
+                if name not in busy and slot.rank not in self._preparing
+            }
             last: dict[int, Place] = {}
             for slot in idle.values():
                 contents = slot.refresh().contents
@@ -316,9 +339,11 @@ class PeerCopies:
     def give_back(self) -> None:
         """Remove all copies but those that are owed to the run, or being received or sent."""
         with self._lock:
-            busy = self.being_sent.union(each.slot.name for each in self._incoming.values())
-            for name in self._copies.keys() - busy:
-                if self._copies[name].remove_if(lambda record: record.state != SlotState.SEALED):
+            busy = self._busy()
+            for name, slot in list(self._copies.items()):
+                if name in busy or slot.rank in self._preparing:
+                    continue
+                if slot.remove_if(lambda record: record.state != SlotState.SEALED):
                     del self._copies[name]
 
     def close(self) -> None:
@@ -327,6 +352,11 @@ class PeerCopies:
             for slot in self._copies.values():
                 slot.close()
             self._copies.clear()
+
+    def _busy(self) -> set[str]:
+        """The names of the copies that are being received or sent."""
+        received = {each.slot.name for each in self._incoming.values()}
+        return received | self.being_sent | self._readers.names
 
     def end_transfer(self, incoming: _Incoming) -> None:
         """Note that a range has arrived, or that its connection broke."""
@@ -357,9 +387,10 @@ class PeerCopies:
     def _take(self, rank: int, contents: Contents) -> Slot | None:
         """A copy of `rank` that is not needed any more, under this process's lock; None where there is none. Removes
         those that are too small."""
-        newest = self._generations.newest_protected()
+        newest, busy = self._generations.newest_protected(), self._busy()
         mine = [slot for slot in self._copies.values() if slot.rank == rank and not slot.is_removed]
-        whole = [slot for slot in mine if slot.refresh().state in KEPT]
+        # One that is owed to the run stays anyway.
+        whole = [slot for slot in mine if slot.refresh().state in KEPT and slot.state != SlotState.SEALED]
         places = {slot.record.contents.place for slot in whole if slot.record.contents is not None}
         # The newest protected one stays, beside one that may get its mark a moment later.
         spare = min(places - {newest}, default=None)
@@ -369,7 +400,7 @@ class PeerCopies:
             is_needed = slot.state == SlotState.SEALED or slot.state not in (*KEPT, SlotState.FREE, SlotState.FENCED)
             is_old = held is None or (newest is not None and held.place < newest)
             is_one_too_many = held is not None and is_full and held.place == spare
-            is_needed = is_needed or slot.name in self.being_sent
+            is_needed = is_needed or slot.name in busy
             if is_needed or not (is_old or is_one_too_many) or not slot.take():
                 continue
             if slot.nbytes >= _nbytes(contents):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from threading import Lock
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
+from holdfast.keeper.slot_readers import SlotReaders
 from holdfast.node_memory.slots import WHOLE, Slot, SlotFile
 from holdfast.peers.peer_errors import not_held
 from holdfast.peers.peer_messages import GetRange
@@ -29,8 +28,7 @@ class OwnSlots:
 
     def __init__(self) -> None:
         self._files: dict[tuple[str, int], _OwnFile] = {}
-        self._lock = Lock()
-        self._readers: Counter[str] = Counter()
+        self._readers = SlotReaders()
 
     def show(self, slots: Iterable[Slot]) -> None:
         """Let peers read these slots, and no others."""
@@ -44,24 +42,15 @@ class OwnSlots:
     @property
     def being_read(self) -> set[str]:
         """The names of the slots that a peer is reading."""
-        with self._lock:
-            return set(self._readers)
+        return self._readers.names
 
     def all(self) -> list[Slot]:
         """All of them."""
         return list({each.slot.name: each.slot for each in self._files.values()}.values())
 
-    @contextmanager
-    def reading(self, slot: Slot) -> Iterator[None]:
+    def reading(self, slot: Slot) -> AbstractContextManager[None]:
         """The keeper does not free the slot inside the ``with`` block."""
-        with self._lock:
-            self._readers[slot.name] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._readers[slot.name] -= 1
-                self._readers += Counter()  # drops those that nobody reads
+        return self._readers.reading(slot.name)
 
     def of(self, checkpoint_id: str) -> list[Slot]:
         """The slots with a part of a checkpoint."""

@@ -36,6 +36,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.node_folder import NodeFolder, boot_id
 from holdfast.node_memory.parity_records import (
     GroupNode,
+    HeldRow,
     ParityGroup,
     ParityRecord,
     SlotDigests,
@@ -180,6 +181,10 @@ class ParityRows:
                 return parity_in(kept.slot)
         raise not_held(f"row {row} of stripe {stripe} of checkpoint {checkpoint_id}")
 
+    def all(self) -> list[HeldRow]:
+        """All complete rows."""
+        return [HeldRow(id_, kept.record) for id_ in self.ids for kept in self._kept(id_)]
+
     def check(self, checkpoint_id: str) -> int:
         """Hash the rows of a checkpoint again. Returns how many there are; raises `CorruptError` if one has changed."""
         rows, sealing = self._kept(checkpoint_id), self._generations.sealing(checkpoint_id)
@@ -221,9 +226,12 @@ class ParityRows:
                     free(slot)
                 elif is_old and slot.remove_if(lambda _: True):
                     del self._rows[name]
-            self._records = {
-                key: record for key, record in self._records.items() if key[0] in self._rows and key[1] not in given_up
+            there = {
+                (name, slot.record.contents.checkpoint_id)
+                for name, slot in self._rows.items()
+                if slot.record.contents is not None
             }
+            self._records = {key: record for key, record in self._records.items() if key in there}
 
     def give_back(self) -> None:
         """Remove all rows but those that are being made."""
@@ -336,6 +344,8 @@ class ParityRows:
         nbytes = needed_nbytes(making.contents.nbytes, making.record)
         with self._lock:
             slot = self._take(index, nbytes)
+            if slot is not None:
+                self._filling.add(slot.name)
         slot = slot or reserved(self._folder, SlotKind.PARITY, rank=index, nbytes=nbytes)
         slot.advance(SlotRecord(SlotState.WRITING, making.contents))
         with self._lock:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -348,7 +348,8 @@ class Protection:
             case CheckHeld():
                 reply = self._sums.check(request)
             case ListHeld():
-                reply = ListedSlots(tuple(map(_held, self._own.all())))
+                own, copies = _listed(self._own.all()), _listed(self.copies.whole)
+                reply = ListedSlots(tuple(own), tuple(copies), tuple(self.rows.all()))
             case SendCopies():
                 reply = self._send_copies(request)
             case NoteProtected():
@@ -367,16 +368,17 @@ class Protection:
         return CopyKept() if is_marked else Noted()
 
     def _send_copies(self, request: SendCopies) -> PeerReply:
-        """Send slots to a node that is to restore from them: this one has no part in the job any more."""
-        way, sealing = self._way_to(request.address), self._generations.sealing(request.checkpoint_id)
-        slots = [
-            slot for slot in self._own.of(request.checkpoint_id) if not file_numbers(slot).isdisjoint(request.files)
-        ]
-        if way is None or sealing is None or not set(request.files) <= set().union(*map(file_numbers, slots)):
+        """Send slots, and copies of other ones, to a node that is to restore from them: this one has no part in the job
+        any more."""
+        id_, wanted = request.checkpoint_id, set(request.files)
+        way, sealing = self._way_to(request.address), self._generations.sealing(id_)
+        own = [slot for slot in self._own.of(id_) if not file_numbers(slot).isdisjoint(wanted)]
+        copies = self.copies.kept(id_, wanted - set().union(*map(file_numbers, own)))
+        if way is None or sealing is None or not wanted <= set().union(*map(file_numbers, [*own, *copies])):
             return Declined("this node does not have these files any more")
         try:
-            for slot in slots:
-                with self._own.reading(slot):
+            for slot in (*own, *copies):
+                with self.copies.reading(slot) if slot.is_copy else self._own.reading(slot):
                     send_copy(way, slot, offer_of(slot), sealing, metered=nullcontext())
         except HoldfastError as error:
             return Declined(error.message)
@@ -583,10 +585,11 @@ class Protection:
             note_peer_trouble(self._folder, trouble)
 
 
-def _held(slot: Slot) -> ListedSlot:
-    digests = SlotDigests.of(slot)
-    assert slot.record.contents is not None
-    return ListedSlot(slot.record.contents.checkpoint_id, digests)
+def _listed(slots: Iterable[Slot]) -> Iterator[ListedSlot]:
+    for slot in slots:
+        contents = slot.record.contents
+        if contents is not None and slot.state in WHOLE:
+            yield ListedSlot(contents.checkpoint_id, SlotDigests.of(slot))
 
 
 def _newest(slots: Iterable[Slot], marked: Collection[str]) -> list[Slot]:

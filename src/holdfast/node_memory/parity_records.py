@@ -17,7 +17,7 @@ import xxhash
 
 from holdfast.decoding import decode_msgpack
 from holdfast.errors import CorruptError
-from holdfast.format.records import Count, HexDigest
+from holdfast.format.records import Count, Hex16, HexDigest
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState
 from holdfast.protection.stripes import LineFile, NodeLine, Striping
 from holdfast.store.base import Bytes
@@ -71,6 +71,13 @@ class ParityRecord(msgspec.Struct, frozen=True, array_like=True):
     stripe: Count
     row: Count
     digest: str = ""
+
+
+class HeldRow(msgspec.Struct, frozen=True, array_like=True):
+    """A complete row of parity on a node, of a checkpoint."""
+
+    checkpoint_id: Hex16
+    record: ParityRecord
 
 
 def _line(node: GroupNode) -> NodeLine:

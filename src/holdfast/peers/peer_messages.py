@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.decoding import decode_msgpack
 from holdfast.format.records import Count, Hex16, HexDigest
-from holdfast.node_memory.parity_records import ParityGroup, SlotDigests
+from holdfast.node_memory.parity_records import HeldRow, ParityGroup, SlotDigests
 from holdfast.node_memory.slots import Contents
 from holdfast.peers.peer_errors import not_understood
 from holdfast.wording import count
@@ -144,12 +144,14 @@ class CheckHeld(PeerMessage, frozen=True):
 
 
 class ListHeld(PeerMessage, frozen=True):
-    """Ask which sealed slots of its own node the peer has. Answered by `ListedSlots`."""
+    """Ask which sealed slots the peer has, which copies of slots of other nodes, and which rows of parity. Answered by
+    `ListedSlots`."""
 
 
 class SendCopies(PeerMessage, frozen=True):
-    """Have the peer send copies of its own slots with these `files` of a checkpoint to the keeper at `address`, which
-    knows the same secret. Answered by `CopyKept` when that has all of them, or by `Declined`."""
+    """Have the peer send copies of its slots with these `files` of a checkpoint, or of those that it has copies of, to
+    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, or by
+    `Declined`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -199,9 +201,11 @@ class ListedSlot(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class ListedSlots(PeerMessage, frozen=True):
-    """The sealed slots of the peer's node."""
+    """The sealed slots of the peer's node, its copies of others, and its rows of parity."""
 
-    slots: tuple[ListedSlot, ...]
+    own: tuple[ListedSlot, ...]
+    copies: tuple[ListedSlot, ...] = ()
+    rows: tuple[HeldRow, ...] = ()
 
 
 class NodesFailed(PeerMessage, frozen=True):

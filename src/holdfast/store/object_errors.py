@@ -30,6 +30,7 @@ DEFINITE_ERRORS: Final = (FileNotFoundError, ValueError, PermissionDeniedError, 
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE: Final = re.compile(r"<Message>([^<\n]*)")
+_EMPTY_RANGE: Final = re.compile(r'CONTENT_RANGE header: "bytes [^/]*/0"')
 _RETRIES: Final = re.compile(r", after \d+ retries, max_retries: \d+, retry_timeout: \S+")
 
 
@@ -185,6 +186,13 @@ def reason_of(error: Exception) -> str:
 def is_out_of_range(error: Exception) -> bool:
     """Whether a request was refused because its range begins behind the end of the object."""
     return "status code: 416" in str(error) or "InvalidRange" in str(error)
+
+
+def is_without_range(error: Exception) -> bool:
+    """Whether a server answered a request for a range without one, as several do where the object is empty: they send
+    the whole object, or the range that ends before it begins."""
+    text = str(error)
+    return "Received non-partial response" in text or _EMPTY_RANGE.search(text) is not None
 
 
 def is_definite(error: Exception) -> bool:

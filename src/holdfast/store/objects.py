@@ -25,6 +25,7 @@ from holdfast.store.object_errors import (
     changed,
     is_definite,
     is_out_of_range,
+    is_without_range,
     not_found,
     reported,
 )
@@ -201,9 +202,12 @@ class ObjectStore:
                 return size, b""
             data = bytes(result.bytes())
         except OBSTORE_ERRORS as error:
-            if not is_out_of_range(error):
+            is_ignored = is_without_range(error)
+            if not (is_ignored or is_out_of_range(error)):
                 raise
             size, data = obstore.head(self._client.records, full)["size"], b""
+            if is_ignored and start < size:
+                raise
         self._pace.delay_s(nbytes=len(data), requests=0)  # the next request waits for them
         there = max(size - start, 0)
         if len(data) != (there if nbytes is None else min(nbytes, there)):

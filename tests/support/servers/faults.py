@@ -27,12 +27,13 @@ class Request:
         return fnmatchcase(self.method, method) and fnmatchcase(self.target, target)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Answer:
     """An answer that the proxy gives in place of the server."""
 
     status: int
     body: bytes
+    headers: tuple[str, ...] = ()
 
     @property
     def head(self) -> bytes:
@@ -40,6 +41,7 @@ class Answer:
             f"HTTP/1.1 {self.status} Scripted",
             "Content-Type: application/xml",
             f"Content-Length: {len(self.body)}",
+            *self.headers,
         )
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
@@ -78,11 +80,11 @@ class Fault:
         """Whether the fault hits the request that matches as the `number`th, from 0."""
         return number >= self.num_spared and (self.num_hit is None or number < self.num_spared + self.num_hit)
 
-    def answers(self, status: int, *, code: str = "", body: bytes | None = None) -> Fault:
+    def answers(self, status: int, *headers: str, code: str = "", body: bytes | None = None) -> Fault:
         """Answer in place of the server, which never sees the request. The body is an error of S3 with `code`, which
         the status implies, or `body`."""
         error = f"<Error><Code>{code or _CODES.get(status, 'InternalError')}</Code><Message>scripted</Message></Error>"
-        return replace(self, answer=Answer(status=status, body=error.encode() if body is None else body))
+        return replace(self, answer=Answer(status, error.encode() if body is None else body, headers))
 
     def breaks_the_connection(self) -> Fault:
         """Break the connection before the server sees the request."""
