@@ -1,4 +1,5 @@
-"""``python -m bench pacing``: a loop that computes and all-reduces over slow links, beside copies of its snapshots.
+"""``python -m bench pacing``: a loop that computes and all-reduces over slow links, beside copies or parity of its
+snapshots.
 
 Emulated nodes with a rank each stand for a cluster. To compute is to sleep, and links are so slow that processors have
 little to do: what is left is the contention for the network, which copies share with the loop.
@@ -14,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import torch
@@ -30,16 +31,29 @@ from tests.support.nodes import MEMORY, Network, missing
 
 #: A step sleeps, then all-reduces: on two nodes, each sends as many bytes as the tensor has.
 COMPUTE_S, REDUCED_NBYTES = 0.12, 1_250_000
-NODES: Final = {"2 nodes": 2}
 MBIT: Final = 200.0
 EVERY_STEPS, NUM_STEPS, ROUNDS = 20, 20, 11
 #: The share of the idle time of a link that copies need.
 NEEDED_SHARE: Final = 0.6
 MAX_SLOWDOWN: Final = 1.03
+#: Names of results: they stand for parity, too.
 NO_COPIES, UNPACED = "no copies", "unpaced copies"
 TURNS: Final = (NO_COPIES, OURS, UNPACED)
 _END_S: Final = 1200.0
 _PROTECT_S: Final = 60.0
+
+
+class ProtectedNodes(NamedTuple):
+    """So many nodes, each with a rank, whose snapshots a policy protects."""
+
+    world: int
+    policy: holdfast.Copies | holdfast.Parity
+
+
+NODES: Final = {
+    "2 nodes": ProtectedNodes(2, holdfast.Copies(1)),
+    "4 nodes, parity": ProtectedNodes(4, holdfast.Parity(1)),
+}
 
 
 class PacedJob(msgspec.Struct, frozen=True):
@@ -51,11 +65,12 @@ class PacedJob(msgspec.Struct, frozen=True):
     world: int
     rounds: int
     num_steps: int
+    policy: holdfast.Copies | holdfast.Parity
 
     @property
     def state_nbytes(self) -> int:
-        """The bytes of a snapshot of one rank, of which its link carries `NEEDED_SHARE` in the idle time between two
-        saves."""
+        """The bytes of a snapshot of one rank, which its node sends to one other, or its parts to several: that takes
+        `NEEDED_SHARE` of the idle time of the link between two saves."""
         return int(NEEDED_SHARE * EVERY_STEPS * COMPUTE_S * MBIT * 1e6 / 8)
 
 
@@ -64,12 +79,12 @@ def measure_loop(name: str, options: Options) -> Part:
     reason = missing()
     if reason is not None:
         raise BenchError(f"The links of nodes cannot be emulated: {reason}.")
-    world = NODES[name]
+    world, policy = NODES[name]
     scenario = options.scenario(name, world=world, rounds=ROUNDS)
     with scratch(options.folder) as folder, Network(folder / "network") as network:
         nodes = network.start(world, mbit=MBIT)
         num_steps = EVERY_STEPS * options.number(NUM_STEPS // EVERY_STEPS)
-        job = PacedJob(str(folder), nodes[0].address, _free_port(), world, scenario.rounds, num_steps)
+        job = PacedJob(str(folder), nodes[0].address, _free_port(), world, scenario.rounds, num_steps, policy)
         ranks = [node.start(run_loops, job, node.number, err=folder / f"{node.name}.out") for node in nodes]
         for rank in ranks:
             if rank.wait(_END_S) != 0:
@@ -118,7 +133,7 @@ class _Loop:
         self._is_protected = name != NO_COPIES
         memory = holdfast.Memory(
             node_dir=MEMORY,
-            protect=holdfast.Copies(1) if self._is_protected else None,
+            protect=job.policy if self._is_protected else None,
             require_protection=self._is_protected,
             protect_pace="none" if name == UNPACED else "auto",
         )

@@ -26,7 +26,7 @@ from bench.schema import BenchError
 from holdfast.format.container import BLOCK_NBYTES
 from holdfast.peers.peer_messages import Get, Noted, PeerReply, PeerRequest, Put, PutRange
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import Region
+from holdfast.peers.transport import PutPace, Region
 from holdfast.store.base import Bytes
 
 NUM_STREAMS = 4
@@ -72,6 +72,9 @@ class TargetMemory:
 
     def source(self, get: Get) -> AbstractContextManager[Region]:
         return nullcontext(Region(-1, 0, 0))
+
+    def pace(self, get: Get, address: str) -> PutPace | None:
+        return None
 
 
 def ranges(nbytes: int) -> list[range]:

@@ -319,6 +319,25 @@ def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, no
     until(lambda: len(committed(run)) == num_committed + 1)
 
 
+def test_the_report_names_a_checkpoint_that_could_not_be_rebuilt_and_was_given_up(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """It was told only if nothing of the older checkpoint had to be rebuilt: the last look had forgotten it."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1,), Parity(1)) == [[True]] * 4
+    assert run_ranks(4, save_and_lose, run, nodes[:4], 2) == [True] * 4
+    left = [nodes[0], nodes[1], nodes[3]]
+    for node in left:
+        with folder_of(run, node) as folder:
+            for name in parity_names(folder):
+                with Slot(folder, name) as row:
+                    if row.record.contents is not None and row.record.contents.step == 2:
+                        row.data[0] ^= 1
+    for tier, rejected in run_ranks(3, rejected_sources, run, left):
+        assert tier == "peer memory"
+        assert [each.place for each in rejected] == ["2.1"]
+
+
 def save_and_stop_keepers(run: str, node_dirs: Sequence[Path]) -> bool:
     """Save to memory alone, and stop the keeper before it writes anything to the run, as it would after the job."""
     start_new_job()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.checkpointer.rebuild_plan import AwayShare, NodeShare, plan_rebuild, plan_with_away
+from holdfast.checkpointer.rebuild_plan import AwayShare, NodeShare, plan_rebuild, plan_with_away, taking_part
 from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
 from holdfast.node_memory.slots import SlotFile
 
@@ -95,6 +95,21 @@ def test_the_parity_of_two_groups_gives_what_each_of_them_lost() -> None:
     plan = plan_rebuild([2, 3], shares)
     assert plan is not None
     assert {(lost.group, lost.lost) for lost in plan} == {(first, (2,)), (second, (0,))}
+
+
+def test_the_keeper_of_a_node_that_counts_as_lost_has_no_part_in_a_rebuild() -> None:
+    """A keeper that stood still was waited for again and again, and no other way was used."""
+    group = group_of(4, 2)
+    plan = plan_rebuild([1, 3], shares_of(group, {"a": [0], "c": [1]}))
+    assert plan is not None
+    assert taking_part(plan, (), ["a", "c", "d"]) == ("a", "c")
+
+
+def test_the_keeper_of_a_new_node_has_a_part_in_a_rebuild() -> None:
+    group = group_of(4, 1)
+    plan = plan_rebuild([1], shares_of(group, {"a": [0], "new": [1], "c": [2], "d": [3]}))
+    assert plan is not None
+    assert taking_part(plan, (), ["a", "new", "c", "d"]) == ("a", "c", "d", "new")
 
 
 def away_share(group: ParityGroup, identity: str) -> AwayShare:

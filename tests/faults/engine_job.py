@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
-from holdfast import Checkpointer, Copies, HoldfastError, Memory, NotFoundError, PerRank
+from holdfast import Checkpointer, Copies, HoldfastError, Memory, NotFoundError, Parity, PerRank
 from holdfast.checkpointer.handle import Handle, Stage
 from holdfast.errors import CorruptError
 from holdfast.keeper.__main__ import serve
@@ -131,8 +131,8 @@ class Spec:
     """A job: it `begins` with a restore, and saves every step until `stop`.
 
     Before the save of a step in `pauses` it stands still until it is let on, once all it has saved is staged, is
-    durable, is over, that is, held in memory if it is not for storage, or is over and the last one is protected by so
-    many `copies`. `deeds` are done by its processes at points. Storage gets every `durable_every`-th step; the others
+    durable, is over, that is, held in memory if it is not for storage, or is over and the last one is protected as
+    `protect` says. `deeds` are done by its processes at points. Storage gets every `durable_every`-th step; the others
     are saved to memory alone.
     """
 
@@ -148,7 +148,7 @@ class Spec:
     deeds: Sequence[Deed] = ()
     generations: int = 2
     durable_every: int = 1
-    copies: int = 0
+    protect: Copies | Parity | None = None
     when_full: Literal["wait", "skip"] = "wait"
     timeout_s: float = 60.0
     begins: Literal["restoring", "anew", "taking over"] = "restoring"
@@ -176,10 +176,9 @@ def train_in_group(spec: Spec) -> None:
     log, who = Log(spec.log), f"rank-{rank}"
     log.enter(who)
     training = Training(spec.numel, rank=rank, world_size=world_size)
-    protect = Copies(spec.copies) if spec.copies else None
-    memory = Memory(node_dir=spec.node_dir(rank), generations=spec.generations, protect=protect)
+    memory = Memory(node_dir=spec.node_dir(rank), generations=spec.generations, protect=spec.protect)
     with traced(log, who, spec.deeds):
-        told = _Told(log, who, is_protected=protect is not None)
+        told = _Told(log, who, is_protected=spec.protect is not None)
         try:
             with Checkpointer(
                 spec.run,
@@ -194,7 +193,9 @@ def train_in_group(spec: Spec) -> None:
                     report = checkpointer.restore()
                     begin = report.next_step
                     digest = training.digest()
-                    log.tell(who, "restored", step=report.step, tier=report.tier, digest=digest, world_size=world_size)
+                    rejected = [each.reason for each in report.rejected]
+                    about = {"tier": report.tier, "digest": digest, "world_size": world_size, "rejected": rejected}
+                    log.tell(who, "restored", step=report.step, **about)
                 for step in range(begin, spec.stop):
                     training.step(step)
                     told.look()

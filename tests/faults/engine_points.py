@@ -17,7 +17,7 @@ of one save in the order in which trainers and their keeper pass them.
 ``awaits S``            a trainer looks at a slot, and finds it in state S; this may be anywhere
 ``after P``             trainers have agreed in phase P of a save
 ``R.asked``, ``R``      a keeper is about to make the request R of a peer, and has its answer
-``copy S`` and so on    as above, of a copy of another node's slot
+``copy S`` and so on    as above, of a copy of another node's slot; ``parity S``: of a row of parity
 ======================  ====================================================================================
 
 A `Deed` is done at a point once, by the first process that gets there after the test has armed it.
@@ -45,7 +45,7 @@ from holdfast.format.digests import DigestKind
 from holdfast.io.digest import digest_blocks
 from holdfast.keeper import persist
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import Slot, SlotRecord
+from holdfast.node_memory.slots import Slot, SlotKind, SlotRecord
 from holdfast.peers.peer_messages import PeerReply, PeerRequest
 from holdfast.peers.tcp import TcpConnection
 from holdfast.store.base import Bytes
@@ -242,6 +242,7 @@ def traced(log: Log, who: str, deeds: Sequence[Deed]) -> Iterator[None]:
             stack.enter_context(patch.object(persist, "digest_blocks", _digest_blocks(points)))
             stack.enter_context(patch.object(PosixWriter, "write_at", _write_at(points, write_at)))
             stack.enter_context(patch.object(TcpConnection, "ask", _request(points, TcpConnection.ask)))
+            stack.enter_context(patch.object(TcpConnection, "get", _request(points, TcpConnection.get)))
             stack.enter_context(patch.object(TcpConnection, "put", _request(points, TcpConnection.put)))
         else:
             stack.enter_context(patch.object(Slot, "refresh", _refresh(points)))
@@ -267,7 +268,8 @@ def _advance(points: _Points) -> Callable[[Slot, SlotRecord], None]:
     advance = Slot.advance
 
     def traced_advance(self: Slot, record: SlotRecord) -> None:
-        state = f"copy {record.state.name}" if self.is_copy else record.state.name
+        kind = "" if self.kind is SlotKind.SNAPSHOT else f"{self.kind} "
+        state = f"{kind}{record.state.name}"
         points.reach(f"{state}.asked")
         advance(self, record)
         points.reach(state)

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from holdfast.node_memory.keeper_lock import is_kept
-from holdfast.node_memory.peering import noted_table
+from holdfast.node_memory.peering import PeerTable, noted_table
 from tests.faults.engine_job import Restored, Spec, Truth, keep, train
 from tests.faults.engine_points import Log, Role
 from tests.support.nodes import MEMORY, Node
@@ -95,11 +95,19 @@ class NodeJob:
 
     def partner(self, node: Node) -> Node:
         """The node that gets the one copy of what `node` saves."""
+        table = self._table(node)
+        (number,) = table.targets[table.own]
+        return self.nodes[number]
+
+    def group(self, node: Node) -> list[Node]:
+        """The nodes that share parity with `node`, itself too."""
+        return [self.nodes[number] for number in self._table(node).group]
+
+    def _table(self, node: Node) -> PeerTable:
         with self.spec.folder(node.memory) as folder:
             table = noted_table(folder)
         assert table is not None
-        (number,) = table.targets[table.own]
-        return self.nodes[number]
+        return table
 
     def until_told(self, event: str, *, who: Sequence[str] = (), **more: Any) -> None:
         """Wait until all ranks, or all of `who`, have logged an event, with `more` such as its step."""

@@ -29,12 +29,6 @@ def spec_of(run: str, log: Path, *, stop: int = STOP) -> Spec:
     return Spec(run, (MEMORY,), log, numel=NODE_NUMEL, stop=stop, durable_every=100, pauses=pauses, timeout_s=20)
 
 
-@pytest.fixture
-def launcher(network: Network) -> Node:
-    """The node that serves the store of process groups."""
-    return network.start(1)[0]
-
-
 @pytest.mark.parametrize("loss", ["one lost", "none", "one booted", "one replaced"])
 @pytest.mark.few(1)
 def test_memory_without_protection_is_lost_with_its_node(

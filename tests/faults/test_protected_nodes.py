@@ -4,24 +4,19 @@ still, are slow, cut off, replaced or wrong. What was protected is restored bit 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import pytest
 
-from holdfast.node_memory.slots import Slot, copy_names
-from tests.faults.engine_job import PauseAt, Restored, Spec, Truth
+from holdfast.node_memory.slots import copy_names
+from tests.faults.engine_job import Restored, Truth
 from tests.faults.engine_points import Deed, Role
-from tests.faults.node_job import NODE_NUMEL, Clocks, NodeJob, node_job
-from tests.support.nodes import MEMORY, Network, Node
+from tests.faults.node_job import NODE_NUMEL, node_job
+from tests.faults.protected_job import STEP, flip, goes_on, protected_job, spec_of, until_last_is_protected
+from tests.support.nodes import Network, Node
 from tests.support.nursery import until
-
-#: Step of the save that is interrupted: it fills slots and copies again.
-STEP: Final = 3
-
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -29,70 +24,6 @@ pytestmark = pytest.mark.timeout(400)
 @pytest.fixture(scope="module")
 def truth() -> Truth:
     return Truth(NODE_NUMEL)
-
-
-@pytest.fixture
-def launcher(network: Network) -> Node:
-    """The node that serves the store of process groups."""
-    return network.start(1)[0]
-
-
-def spec_of(
-    run: str, log: Path, *, durable_every: int = 100, last: PauseAt = "staged", deeds: tuple[Deed, ...] = ()
-) -> Spec:
-    """A job that saves step 0 to storage, and then to memory alone, but for each `durable_every`-th step. It stands
-    still when the `last` one, `STEP`, has come so far."""
-    return Spec(
-        run,
-        (MEMORY,),
-        log,
-        numel=NODE_NUMEL,
-        stop=STEP + 2,
-        durable_every=durable_every,
-        copies=1,
-        pauses={**dict.fromkeys((1, 2, STEP), "protected"), STEP + 1: last},
-        deeds=deeds,
-        timeout_s=20.0,
-    )
-
-
-def until_last_is_protected(job: NodeJob) -> None:
-    """Return when step `STEP`, whose save was let come, is protected on all ranks."""
-    job.until_told("paused", step=STEP + 1)
-    assert job.newest("protected") == STEP
-
-
-def until_protected(job: NodeJob) -> None:
-    """Return when all steps before `STEP` are protected, and the job stands still."""
-    for step in (1, 2):
-        job.log.let(f"pass-{step}")
-    job.until_told("paused", step=STEP)
-    assert job.newest("protected") == STEP - 1
-
-
-@contextmanager
-def protected_job(
-    spec: Spec, nodes: Sequence[Node], launcher: Node, *, clocks: Clocks | None = None
-) -> Iterator[NodeJob]:
-    """A job with keepers on these nodes, which stands still before `STEP`, when all earlier steps are protected."""
-    with node_job(spec, nodes, launcher, keepers=True, clocks=clocks) as job:
-        until_protected(job)
-        yield job
-
-
-def goes_on(
-    spec: Spec, nodes: Sequence[Node], launcher: Node, truth: Truth, *, clocks: Clocks | None = None
-) -> Restored:
-    """What another job on these nodes restores, bit for bit, that protects and saves again what it does then."""
-    stop = STEP + 4
-    after = replace(spec, log=spec.log.with_name("next"), deeds=(), pauses={stop - 1: "protected"}, stop=stop)
-    with node_job(replace(after, durable_every=1), nodes, launcher, clocks=clocks) as job:
-        restored = job.restored(truth)
-        job.until_told("paused", step=stop - 1)
-        job.log.let(f"pass-{stop - 1}")
-        job.ended_well()
-    assert truth.loaded(spec.run) == stop - 1
-    return restored
 
 
 @dataclass(frozen=True)
@@ -309,23 +240,10 @@ def test_a_copy_whose_bits_flip_is_not_restored(
     spec = spec_of(run, tmp_path / "log")
     with protected_job(spec, nodes, launcher) as job:
         partner = job.partner(nodes[1])
-        assert flip_copies(spec, partner, step=STEP - 1) == 1
+        assert flip(spec, partner, copy_names, step=STEP - 1) == 1
         nodes.pop(1).lose()
     restored = goes_on(spec, nodes, launcher, truth)
     assert restored.step < STEP - 1
-
-
-def flip_copies(spec: Spec, node: Node, *, step: int) -> int:
-    """Flip a bit in each copy of a step that a node has. Returns their number."""
-    number = 0
-    with spec.folder(node.memory) as folder:
-        for name in copy_names(folder):
-            with Slot(folder, name) as copy:
-                contents = copy.record.contents
-                if contents is not None and contents.step == step:
-                    copy.data[contents.files[0].stop - 1] ^= 1
-                    number += 1
-    return number
 
 
 # --- two jobs at once

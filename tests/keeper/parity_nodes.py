@@ -21,6 +21,7 @@ from holdfast.node_memory.generations import Generation, encode_generation, prot
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.parity_records import ParityGroup, record_of
 from holdfast.node_memory.peering import (
+    PacingRules,
     ParityTable,
     PeerNode,
     PeerSecret,
@@ -128,7 +129,7 @@ class ParityNodes:
         ends = [0, *itertools.accumulate(map(len, self.sizes))]
         return tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends))
 
-    def meet(self) -> None:
+    def meet(self, pacing: PacingRules = PacingRules()) -> None:  # noqa: B008 - it is frozen
         """Have the keepers know each other."""
         for folder, keeper in zip(self.folders, self.keepers, strict=True):
             note_secret(folder, PeerSecret(SECRET, "127.0.0.1"))
@@ -137,7 +138,8 @@ class ParityNodes:
         nodes = tuple(PeerNode(self.folders[number].identity(), self.address(number)) for number in members)
         parity = ParityTable(self.losses, (tuple(members),), self.ranks)
         for number in members:
-            note_table(self.folders[number], PeerTable(digest_of(SECRET), number, nodes, ((),) * len(nodes), parity))
+            table = PeerTable(digest_of(SECRET), number, nodes, ((),) * len(nodes), parity, pacing)
+            note_table(self.folders[number], table)
 
     def address(self, number: int) -> str:
         """Where the keeper of a node listens."""

@@ -16,14 +16,15 @@ import numpy as np
 import pytest
 
 from holdfast import Copies, Memory
+from holdfast.errors import StorageError
 from holdfast.keeper import pacing, piece_pacer
 from holdfast.keeper.link_counters import LOOPBACK, chosen_route, interface_to, sent_nbytes
 from holdfast.keeper.pacing import LinkPace, LinkPaces
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import PacingRules, PeerNode, PeerTable, note_table, noted_table
-from holdfast.peers.peer_messages import Noted, Put, PutRange
+from holdfast.peers.peer_messages import GetRange, Noted, PeerReply, Put, PutRange, Sent
 from holdfast.peers.transport import PutPace, PutPiece
-from tests.peers.stub_keeper import MIB, StubKeeper, StubSink, connect, listening
+from tests.peers.stub_keeper import CHECKPOINT, MIB, StubKeeper, StubSink, connect, listening
 from tests.support.namespaces import INTERFACE
 from tests.support.nodes import Network
 
@@ -88,6 +89,25 @@ def test_bytes_arrive_as_they_were_sent_whatever_the_pace() -> None:
     assert put(idle_pace(Training()), 5 * MIB + 7)
     assert put(idle_pace(Training(), mode="auto"), 5 * MIB + 7)
     assert put(None, 5 * MIB + 7)
+
+
+def test_what_a_peer_reads_comes_at_the_pace_of_the_node_that_has_it(tmp_path: Path) -> None:
+    data = np.random.default_rng(0).integers(0, 256, 3 * MIB + 7, dtype=np.uint8)
+    path, out = tmp_path / "slot", np.zeros_like(data)
+    path.write_bytes(data.tobytes())
+
+    def read(training: Training, timeout_s: float) -> PeerReply:
+        pace = idle_pace(training)
+        with listening(StubKeeper(path=path, paced=pace)) as listener, connect(listener.address) as connection:
+            try:
+                return connection.get(GetRange(CHECKPOINT, 0, 0, data.nbytes), out, timeout_s=timeout_s)
+            finally:
+                pace.release()
+
+    with pytest.raises(StorageError, match="did not answer"):
+        read(Training(1e9), 0.3)
+    assert read(Training(), 30.0) == Sent(data.nbytes)
+    assert np.array_equal(out, data)
 
 
 def test_a_piece_that_is_larger_than_the_buffer_of_its_connection_is_seen_on_its_way() -> None:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.keeper import parity_rows, peer_memory
+from holdfast.keeper import parity_rows, peer_memory, protecting
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import give_up_generation, protected_ids
 from holdfast.node_memory.limits import MemoryLimit
@@ -42,6 +42,18 @@ def made(tmp_path: Path) -> Iterator[Made]:
             return nodes
 
         yield make
+
+
+def test_saves_do_not_wait_for_parity_that_a_node_makes_too_slowly(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only copies had a limit, so saves waited for as long as one node took to offer its part, or to read others'."""
+    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    nodes = made(1)
+    snapshot = Snapshot(nodes, 1).stage(nodes)
+    late = 2
+    told = "step 1 is not protected yet: its parity is not complete on all nodes of the group."
+    until(lambda: nodes.look(late) and peer_trouble(nodes.folders[0]) == told)
+    nodes.protect(snapshot)
+    until(lambda: nodes.look() and not peer_trouble(nodes.folders[0]))
 
 
 def rows_in(nodes: ParityNodes, number: int) -> list[Slot]:

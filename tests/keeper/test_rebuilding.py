@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.keeper import rebuilding
+from holdfast.keeper.pacing import LinkPace
 from holdfast.node_memory.parity_records import ParityGroup
+from holdfast.node_memory.peering import PacingRules
 from holdfast.node_memory.slots import Contents, Slot, SlotState, copy_names, parity_names
 from holdfast.peers.peer_messages import (
     CopyKept,
@@ -25,6 +27,7 @@ from holdfast.peers.peer_messages import (
     SumHop,
     SumPart,
 )
+from holdfast.peers.transport import PutPiece
 from tests.keeper.parity_nodes import ParityNodes, Snapshot
 
 MIB = 1 << 20
@@ -126,6 +129,29 @@ def test_what_was_rebuilt_of_an_older_checkpoint_stays_until_a_newer_one_is_prot
     assert copy_names(nodes.folders[2]) == []
 
 
+def test_peers_read_for_parity_at_the_pace_of_copies_and_for_a_rebuild_at_once(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads for parity took the whole link, whatever training sent."""
+    paced: list[int] = []
+    turn = LinkPace.turn
+
+    def noted_turn(self: LinkPace, nbytes: int, end_s: float) -> AbstractContextManager[PutPiece]:
+        paced.append(nbytes)
+        return turn(self, nbytes, end_s)
+
+    monkeypatch.setattr(LinkPace, "turn", noted_turn)
+    nodes = ParityNodes(tmp_path, stack, SIZES[:3], 1)
+    nodes.meet(PacingRules(bytes_per_s=1e9))
+    snapshot = Snapshot(nodes, 1).stage(nodes)
+    nodes.protect(snapshot)
+    nodes.look()
+    assert sum(paced) >= sum(map(sum, SIZES[:3]))
+    paced.clear()
+    assert rebuilt(nodes, snapshot, (0,), 2, nodes.group_of(snapshot, 2)) == [CopyKept()] * 2
+    assert paced == []
+
+
 def test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without(
     tmp_path: Path, stack: ExitStack
 ) -> None:
@@ -136,7 +162,7 @@ def test_damage_in_a_slot_and_in_parity_of_survivors_is_found_and_done_without(
     snapshot.slots[2].data[contents.nbytes - 1] ^= 1
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
     assert isinstance(reply, NodesFailed)
-    assert reply.numbers == (1,)
+    assert (reply.numbers, reply.silent) == ((1,), ())
     assert rebuilt(nodes, snapshot, (0, 1), 2, group) == [CopyKept()] * 3
     snapshot.slots[2].data[contents.nbytes - 1] ^= 1
     for name in copy_names(nodes.folders[2]):
@@ -158,7 +184,7 @@ def test_a_survivor_that_does_not_answer_or_has_lost_its_memory_counts_as_lost(
     nodes.keepers[1].close()
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)
     assert isinstance(reply, NodesFailed)
-    assert reply.numbers == (1,)
+    assert (reply.numbers, reply.silent) == ((), (1,))
     nodes.restart(1)
     nodes.look(0)
     (reply, _) = rebuilt(nodes, snapshot, (0,), 2, group)

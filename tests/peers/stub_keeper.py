@@ -30,7 +30,7 @@ from holdfast.peers.peer_messages import (
 )
 from holdfast.peers.tcp import TcpConnection, TcpPeers
 from holdfast.peers.tcp_listener import PeerLimits, TcpListener
-from holdfast.peers.transport import Region
+from holdfast.peers.transport import PutPace, Region
 from holdfast.store.base import Bytes
 
 HOST = "127.0.0.1"
@@ -42,9 +42,9 @@ SHORT = PeerLimits(handshake_s=0.4, idle_s=0.4, message_s=0.4, block_s=0.4, grac
 
 
 class StubKeeper:
-    """A `PeerService`. `copies` are arrays by token; `source` sends bytes of `path`."""
+    """A `PeerService`. `copies` are arrays by token; `source` sends bytes of `path`, at the pace `paced`."""
 
-    def __init__(self, nbytes: int = 0, *, path: Path | None = None) -> None:
+    def __init__(self, nbytes: int = 0, *, path: Path | None = None, paced: PutPace | None = None) -> None:
         self.copies = {1: np.zeros(nbytes, np.uint8)}
         self.generations: dict[str, Bytes] = {}
         self.sinks: list[StubSink] = []
@@ -55,6 +55,7 @@ class StubKeeper:
         self.aborted = Event()
         self.num_sources = 0
         self._path = path
+        self._paced = paced
 
     def answer(self, request: PeerRequest) -> PeerReply:
         self.requests.append(request)
@@ -94,6 +95,9 @@ class StubKeeper:
         finally:
             os.close(fd)
             self.num_sources -= 1
+
+    def pace(self, get: Get, address: str) -> PutPace | None:
+        return self._paced
 
 
 class StubSink:

@@ -75,7 +75,7 @@ REPLIES = (
     Sent(9),
     RequestRefused("?"),
     ParityWanted(True),
-    NodesFailed((1, 2), "gone"),
+    NodesFailed((1, 2), (3,), "gone"),
 )
 
 

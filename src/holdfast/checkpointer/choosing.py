@@ -29,6 +29,7 @@ from holdfast.checkpointer.rebuild_plan import (
     Rebuild,
     plan_rebuild,
     plan_with_away,
+    taking_part,
 )
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import CorruptError, FencedError, NotFoundError
@@ -410,7 +411,8 @@ class Survey:
         secret = self._peers.secret or secrets.token_bytes(_SECRET_NBYTES)
         present = {each.node for each in self._inventories}
         away = {node.identity: node.address for node in self._peers.nodes if node.identity not in present}
-        return Rebuild(run_id, generation, secret, whole.lost, whole.fetched, away)
+        nodes = taking_part(whole.lost, whole.fetched, [each.node for each in self._inventories])
+        return Rebuild(run_id, generation, secret, nodes, whole.lost, whole.fetched, away)
 
     def _has_parity(self, checkpoint_id: str) -> bool:
         return any(each.checkpoint_id == checkpoint_id for found in self._inventories for each in found.rows)

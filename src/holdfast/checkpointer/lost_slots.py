@@ -45,12 +45,13 @@ _SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
 
 
 class RebuildOutcome(NamedTuple):
-    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, or the
-    addresses of those that have no part in the job, and why it was not rebuilt; "" if it was."""
+    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, and of
+    those that are `silent`, that is, may answer at the next try; and why it was not rebuilt, "" if it was."""
 
     place: Place
     checkpoint_id: str
     failed: frozenset[str]
+    silent: frozenset[str]
     trouble: str
 
     def error(self, folder: NodeFolder) -> CorruptError:
@@ -66,16 +67,18 @@ class RebuildOutcome(NamedTuple):
 
 
 class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):
-    """The address of the keeper of each node, by identity; "" where it does not listen."""
+    """The address of the keeper of each node that takes part, by identity; "" where it does not listen."""
 
     addresses: dict[str, str]
 
 
 class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed`, and any `trouble`."""
+    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed` or are `silent`, and any
+    `trouble`."""
 
-    failed: tuple[str, ...]
-    trouble: str
+    failed: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    trouble: str = ""
 
 
 def rebuild_lost(
@@ -84,20 +87,22 @@ def rebuild_lost(
     """Have the keepers of the nodes rebuild or fetch what a checkpoint lacks, as copies. Collective."""
 
     def listen() -> ReachedKeeper:
+        if folder.identity() not in rebuild.nodes:
+            return ReachedKeeper(folder.identity(), "")
         try:
             ensure_keeper(folder, text_of(run))
             return reached(folder, rebuild.secret)
-        except HoldfastError:  # then this node does not take part, and counts as lost
+        except HoldfastError:  # then this node does not take part
             return ReachedKeeper(folder.identity(), "")
 
     def told(found: Sequence[ReachedKeeper]) -> _KeeperAddresses:
-        return _KeeperAddresses({each.identity: each.address for each in found})
+        return _KeeperAddresses({each.identity: each.address for each in found if each.identity in rebuild.nodes})
 
     def mine() -> _RebuildReport:
         silent = tuple(identity for identity, address in known.addresses.items() if not address)
         if silent:
-            return _RebuildReport(silent, f"{count(len(silent), 'keeper')} did not listen")
-        way = Way(TcpPeers(own_host()), known.addresses[folder.identity()], rebuild.secret)
+            return _RebuildReport((), silent, f"{count(len(silent), 'keeper')} did not listen")
+        way = Way(TcpPeers(own_host()), known.addresses.get(folder.identity(), ""), rebuild.secret)
         work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses | rebuild.away, deadline)
         reports = [
             work.rebuilt(lost, slot) for lost in rebuild.lost for slot in lost.slots if slot.executor == channel.rank
@@ -107,7 +112,8 @@ def rebuild_lost(
 
     known = channel.exchange("keepers", attempt(listen), told, deadline, takes=ReachedKeeper, gives=_KeeperAddresses)
     report = channel.exchange("rebuilt", attempt(mine), _merged, deadline, takes=_RebuildReport, gives=_RebuildReport)
-    return RebuildOutcome(seal.place, seal.checkpoint_id, frozenset(report.failed), report.trouble)
+    failed, silent = frozenset(report.failed), frozenset(report.silent)
+    return RebuildOutcome(seal.place, seal.checkpoint_id, failed, silent, report.trouble)
 
 
 class _RankWork(NamedTuple):
@@ -135,16 +141,20 @@ class _RankWork(NamedTuple):
             timeout_s = _SHARE * self.deadline.remaining_s()
             reply = rebuild_copy(self.way, offer, self.rebuild.generation, request, timeout_s=timeout_s)
         except HoldfastError as error:
-            return _RebuildReport((), error.message)
+            return _RebuildReport(silent=(self.own,), trouble=error.message)
         match reply:
             case CopyKept():
-                return _RebuildReport((), "")
+                return _RebuildReport()
             case NodesFailed():
-                return _RebuildReport(tuple(identities[number] for number in reply.numbers), reply.reason)
+                silent = [identities[number] for number in reply.silent]
+                # Nobody starts the keeper of a node again that has no part in the job.
+                away = [each for each in silent if each in self.rebuild.away]
+                failed = (*(identities[number] for number in reply.numbers), *away)
+                return _RebuildReport(failed, tuple(each for each in silent if each not in away), reply.reason)
             case Damaged() | Declined() | RequestRefused():
-                return _RebuildReport((), reply.reason)
+                return _RebuildReport(trouble=reply.reason)
             case _:
-                return _RebuildReport((), repr(reply))
+                return _RebuildReport(trouble=repr(reply))
 
     def fetched(self, away: AwaySlot) -> _RebuildReport:
         """Have one slot sent by the node that has it."""
@@ -157,8 +167,8 @@ class _RankWork(NamedTuple):
             with way.connect() as connection:
                 require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
         except HoldfastError as error:  # another node may have a copy
-            return _RebuildReport((away.node,), error.message)
-        return _RebuildReport((), "")
+            return _RebuildReport((away.node,), trouble=error.message)
+        return _RebuildReport()
 
     def _contents(self, slot: SlotDigests) -> Contents:
         first, *more = slot.files
@@ -176,4 +186,6 @@ class _RankWork(NamedTuple):
 
 def _merged(reports: Sequence[_RebuildReport]) -> _RebuildReport:
     failed = sorted({identity for report in reports for identity in report.failed})
-    return _RebuildReport(tuple(failed), next((report.trouble for report in reports if report.trouble), ""))
+    silent = sorted({identity for report in reports for identity in report.silent})
+    trouble = next((report.trouble for report in reports if report.trouble), "")
+    return _RebuildReport(tuple(failed), tuple(silent), trouble)

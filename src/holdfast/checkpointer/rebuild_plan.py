@@ -41,12 +41,13 @@ class FetchedSlot(msgspec.Struct, frozen=True, array_like=True):
 
 class Rebuild(msgspec.Struct, frozen=True, array_like=True):
     """The slots that keepers rebuild, or get from nodes that have no part in the job, before the ranks restore a
-    checkpoint of the run `run_id`. `generation` is the encoded one, and `secret` the secret that all keepers prove to
-    each other meanwhile."""
+    checkpoint of the run `run_id`. `generation` is the encoded one, and `secret` the secret that the keepers of the
+    `nodes` that take part prove to each other meanwhile: other keepers of the job may stand still."""
 
     run_id: str
     generation: bytes
     secret: bytes
+    nodes: tuple[str, ...]
     lost: tuple[LostSlots, ...] = ()
     fetched: tuple[FetchedSlot, ...] = ()
     #: The addresses of the keepers of nodes that have no part in the job, by identity.
@@ -121,6 +122,14 @@ def plan_with_away(
             left -= _files(slot)
     lost = plan_rebuild(left, {**nodes, **{share.node: share.adding() for share in away}})
     return None if lost is None else FoundElsewhere(lost, tuple(fetched))
+
+
+def taking_part(lost: Sequence[LostSlots], fetched: Sequence[FetchedSlot], node_of: Sequence[str]) -> tuple[str, ...]:
+    """The identities of the nodes of the job whose keepers rebuild what is `lost`, or get what is `fetched`: those that
+    give their part, and those that receive. `node_of` has the node of each rank of the job."""
+    giving = {node.identity for each in lost for number, node in enumerate(each.group.nodes) if number not in each.lost}
+    executors = [slot.executor for each in lost for slot in each.slots] + [each.executor for each in fetched]
+    return tuple(sorted(giving & {*node_of} | {node_of[rank] for rank in executors}))
 
 
 class _Receivers:

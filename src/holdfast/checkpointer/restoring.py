@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -64,8 +65,9 @@ from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store, text_of
 
-#: Number of tries to rebuild a checkpoint: each may find that another node has damage, of two that may be lost.
-_NUM_REBUILDS: Final = 3
+#: Number of tries to rebuild a checkpoint: each may find that another node does not answer, or has damage, of two that
+#: may be lost; and only one that does not answer twice counts as lost.
+_NUM_REBUILDS: Final = 5
 
 _log = logging.getLogger(__name__)
 
@@ -222,18 +224,25 @@ class _DamagedSnapshot(NamedTuple):
 @dataclass
 class _Setbacks:
     """The setbacks of this restore so far: checkpoints and copies that are `damaged`, what was `rebuilt`, or was to be,
-    the newer checkpoints that the last look has `passed` over, and the `trouble` that ended the looks."""
+    the newer checkpoints that looks have `passed` over, by place, and the `trouble` that ended the looks."""
 
     damaged: list[_DamagedSnapshot] = field(default_factory=list)
     rebuilt: list[RebuildOutcome] = field(default_factory=list)
-    passed: Sequence[PassedOver] = ()
+    passed: dict[Place, PassedOver] = field(default_factory=dict)
     trouble: HoldfastError | None = None
+
+    def failed(self) -> set[FailedNode]:
+        """The nodes that this restore does without: those that failed, and those that did not answer twice. The second
+        try starts a keeper again that has died."""
+        silent = Counter(FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.silent)
+        failed = {FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.failed}
+        return failed | {each for each, number in silent.items() if number > 1}
 
     def rejected(self) -> tuple[RejectedSource, ...]:
         """The sources that the restore did not use."""
         found = [RejectedSource(each.tier, str(each.place), each.error.message) for each in self.damaged]
         told = {each.place for each in self.damaged if each.copy is None}
-        newer = (each for each in self.passed if each.place not in told)
+        newer = (each for place, each in self.passed.items() if place not in told)
         found += [RejectedSource("node memory", str(each.place), each.reason) for each in newer]
         if self.trouble is not None and not is_damage(self.trouble):
             found.append(RejectedSource("node memory", None, self.trouble.message))
@@ -299,17 +308,19 @@ def _newest_in_memory(
     deadline = Deadline(timeout_s)
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
-    failed = frozenset(FailedNode(each.checkpoint_id, node) for each in rebuilt for node in each.failed)
-    survey = Survey(damaged=[each.place for each in damaged if each.copy is None], bad=bad, failed=failed)
+    places = [each.place for each in damaged if each.copy is None]
+    survey = Survey(damaged=places, bad=bad, failed=setbacks.failed())
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
-        folder, setbacks.passed = found.folder, chosen.passed
+        folder = found.folder
+        setbacks.passed |= {each.place: each for each in chosen.passed}
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         if chosen.rebuild is not None:
             outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
             num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
-            is_hopeless = bool(outcome.trouble and not outcome.failed) or num_tries > _NUM_REBUILDS
+            is_unknown = bool(outcome.trouble) and not outcome.failed | outcome.silent
+            is_hopeless = is_unknown or num_tries > _NUM_REBUILDS
             return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
         resumes = options.resumes
         assert resumes is not None

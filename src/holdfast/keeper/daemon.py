@@ -167,7 +167,7 @@ class Keeper:
         self._meet()
         self._disks.meet()
         if not self.is_displaced:
-            self._protection.meet()
+            self._protection.meet(self._slots.values())
             self._give_up()
             self._remove_old()
             self._forget(known)

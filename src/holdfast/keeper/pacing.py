@@ -1,4 +1,5 @@
-"""The pace at which this node sends copies through its links, so that training does not feel them.
+"""The pace at which this node sends copies, and what peers make parity of, through its links, so that training does not
+feel them.
 
 All threads that send through a link take turns, a piece each. Only the one whose turn it is looks at the counters of
 the interface, so a keeper that sends nothing costs nothing. What they count beyond the pieces is training's.
@@ -52,22 +53,26 @@ class _CountedBytes(NamedTuple):
 
 
 class LinkPaces:
-    """The paces of the links of this node by the same `rules`."""
+    """The paces of the links of this node by the same `rules`. Safe for several threads."""
 
     def __init__(self, rules: PacingRules) -> None:
         self._rules = rules
+        self._lock = Lock()
         self._by_interface: dict[str | None, LinkPace | None] = {}
 
     def to(self, address: str) -> PutPace | None:
         """The pace of the link to the peer at `address`; None where nothing is to be held back."""
         interface = interface_to(address.rpartition(":")[0])
-        if interface not in self._by_interface:
-            self._by_interface[interface] = self._pace(interface)
-        return self._by_interface[interface]
+        with self._lock:
+            if interface not in self._by_interface:
+                self._by_interface[interface] = self._pace(interface)
+            return self._by_interface[interface]
 
     def release(self) -> None:
         """Hold nothing back any more."""
-        for pace in self._by_interface.values():
+        with self._lock:
+            paces = list(self._by_interface.values())
+        for pace in paces:
             if pace is not None:
                 pace.release()
 

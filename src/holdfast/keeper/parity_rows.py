@@ -57,8 +57,8 @@ from holdfast.store.retry_budget import RetryBudget
 
 #: Bytes of a segment that one request asks for: whole blocks, which are verified before they are added.
 PIECE_NBYTES: Final = 8 << 20
-#: Limit for a piece to arrive.
-_PIECE_S: Final = 60.0
+#: Limit for a piece to arrive: eight peers may take turns at the least pace (`piece_pacer`).
+_PIECE_S: Final = 300.0
 #: Number of rows with the same number that the memory has: a newer one is made while the last protected one must stay.
 _NUM_ROWS: Final = 2
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)

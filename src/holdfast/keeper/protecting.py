@@ -79,7 +79,7 @@ from holdfast.peers.peer_messages import (
     SendCopies,
 )
 from holdfast.peers.tcp import TcpPeers
-from holdfast.peers.transport import PeerListener, PeerTransport, PutSink, Region
+from holdfast.peers.transport import PeerListener, PeerTransport, PutPace, PutSink, Region
 from holdfast.store.base import Bytes
 from holdfast.store.retry_budget import RetryBudget
 
@@ -161,6 +161,8 @@ class _PeerSession:
     meter: SendMeter = field(default_factory=SendMeter)
     #: The newest checkpoint of which peers hold all copies for this node, and since when it waits for its mark.
     awaited: tuple[str, float] = ("", 0.0)
+    #: The checkpoint whose parity is being made, its step, and the time until which saves wait for that.
+    encoded: tuple[str, int, float] = ("", 0, math.inf)
     #: The reason why saves should not wait for a mark, since one did not come in time; "" since one has come.
     unmarked: str = ""
     paces: LinkPaces = field(init=False)
@@ -209,8 +211,8 @@ class _PeerSession:
 
 class Protection:
     """The protection of the slots in `folder` by peers, and of slots of peers by this node: by `copies` and `rows` of
-    parity. Only the one thread of the keeper uses it, except for `answer`, `sink` and `source`, which threads of the
-    listener call."""
+    parity. Only the one thread of the keeper uses it, except for `answer`, `sink`, `source` and `pace`, which threads
+    of the listener call."""
 
     def __init__(
         self,
@@ -240,13 +242,14 @@ class Protection:
         self._told = ""
         self._told_speed = 0.0
 
-    def meet(self) -> None:
-        """Listen for peers, and take the table of a new job."""
+    def meet(self, slots: Iterable[Slot]) -> None:
+        """Listen for peers, which may read `slots`, and take the table of a new job."""
         changed_ns = self._folder.changed_ns()
         if changed_ns == self._met_ns:
             return
         secret, table = noted_secret(self._folder), noted_table(self._folder)
         if secret != self._secret:
+            self._own.show(slots)  # a peer may ask for them at once
             self._listen(secret)
         session = self._session
         if secret is None or table is None or table.secret_digest != digest_of(secret.secret):
@@ -254,6 +257,7 @@ class Protection:
         elif session is None or session.table != table:
             session = _PeerSession(secret, table)
         if session is not self._session:
+            self._release_paces()
             self._session = session
             self._told = ""
             note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
@@ -282,7 +286,7 @@ class Protection:
         if due and not session.awaits_mark(due, marked):  # else peers fill again what is just being marked
             self._send_due(session, due)
         if not due:
-            session.unmarked = ""
+            session.unmarked, session.encoded = "", ("", 0, math.inf)
         self._say(session, due)
         self._tell(self._trouble(session))
         return bool(self._sending)
@@ -325,10 +329,9 @@ class Protection:
 
     def close(self) -> None:
         """End all connections, and wait for the threads that send."""
+        self._release_paces()
         if self._listener is not None:
             self._listener.close()
-        if self._session is not None:
-            self._session.paces.release()
         self._senders.shutdown(cancel_futures=True)
         self._preparer.shutdown(cancel_futures=True)
         self._sums.close()
@@ -394,6 +397,11 @@ class Protection:
         """As `PeerService.source`."""
         return self._own.region(get) if isinstance(get, GetRange) else nullcontext(self._sums.sum(get))
 
+    def pace(self, get: Get, address: str) -> PutPace | None:
+        """As `PeerService.pace`. Training waits for a restore, and not for parity of what it saved."""
+        session = self._session
+        return session.paces.to(address) if session is not None and isinstance(get, GetRange) else None
+
     def _way_to(self, address: str) -> Way | None:
         secret, transport = self._secret, self._transport
         return None if secret is None or transport is None else Way(transport, address, secret.secret)
@@ -404,8 +412,14 @@ class Protection:
             return None
         return ParityPeers(session.table, self._transport, session.secret.secret)
 
+    def _release_paces(self) -> None:
+        """Have threads that wait for their turns to send go on, so that they can end."""
+        if self._session is not None:
+            self._session.paces.release()
+
     def _listen(self, secret: PeerSecret | None) -> None:
         """Listen for peers that know `secret`: where the keeper before this one did, if it can. With None, end that."""
+        self._release_paces()
         if self._listener is not None:
             self._listener.close()
         self._secret, self._listener, self._transport = secret, None, None
@@ -456,6 +470,10 @@ class Protection:
         own = session.table.own
         if {part.file for slot in mine for part in slot.files} != peers.files(sealing, own):
             return
+        known, _, until_s = session.encoded
+        if known != contents.checkpoint_id and time.monotonic() <= until_s:  # else the trouble lasts until one is made
+            patience_s = _PATIENCE_S + sum(slot.nbytes for slot in slots) * _PATIENCE_S_PER_NBYTES
+            session.encoded = contents.checkpoint_id, contents.step, time.monotonic() + patience_s
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
@@ -508,6 +526,9 @@ class Protection:
             if sending.session is session and sending.is_slow:
                 address = session.table.nodes[sending.target].address
                 return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
+        _, step, until_s = session.encoded
+        if time.monotonic() > until_s:
+            return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."
         troubles = (*(each.trouble for each in session.peers.values()), self.rows.trouble, session.unmarked)
         return next(filter(None, troubles), "")
 
@@ -524,6 +545,7 @@ class Protection:
                 kept.setdefault(id_, set()).update(part.file for part in contents.files)
                 num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
                 if num_kept == len(due):
+                    session.encoded = id_, contents.step, math.inf
                     session.await_mark(contents, _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()

@@ -172,9 +172,8 @@ class Rebuilder:
         if isinstance(reply, CopyKept):
             return reply
         trouble = trouble or (reply.reason if isinstance(reply, Damaged) else "")
-        failed = self._failed(request, checkpoint_id)
         _log.error("a copy cannot be rebuilt: %s", trouble)
-        return NodesFailed(tuple(sorted(failed)), trouble) if failed else Declined(trouble)
+        return self._failed(request, checkpoint_id, trouble)
 
     def _fill(self, piece: _SumPiece, request: RebuildCopy, filling: CopyFilling) -> None:
         """Write a piece of a chain into the copy."""
@@ -194,14 +193,19 @@ class Rebuilder:
                 at = starts[file] + start + begin - offset
                 filling.data[at : at + end - begin] = total[begin - piece.begin : end - piece.begin]
 
-    def _failed(self, request: RebuildCopy, checkpoint_id: str) -> set[int]:
-        """The numbers of the nodes that do not answer, or have no longer what they had."""
+    def _failed(self, request: RebuildCopy, checkpoint_id: str, trouble: str) -> NodesFailed | Declined:
+        """The reply that names the nodes that do not answer, or have no longer what they had."""
         numbers = [number for number in range(len(request.group.nodes)) if number not in request.lost]
         with ThreadPoolExecutor(len(numbers), thread_name_prefix="holdfast-check") as pool:
             sound = list(pool.map(lambda number: self._is_sound(request, checkpoint_id, number), numbers))
-        return {number for number, is_sound in zip(numbers, sound, strict=True) if not is_sound}
+        damaged, silent = (
+            tuple(number for number, found in zip(numbers, sound, strict=True) if found is kind)
+            for kind in (False, None)
+        )
+        return NodesFailed(damaged, silent, trouble) if damaged or silent else Declined(trouble)
 
-    def _is_sound(self, request: RebuildCopy, checkpoint_id: str, number: int) -> bool:
+    def _is_sound(self, request: RebuildCopy, checkpoint_id: str, number: int) -> bool | None:
+        """Whether a node still has what it had; None where it does not answer."""
         node = request.group.nodes[number]
         check = CheckHeld(checkpoint_id, tuple(sorted(node.files)), request.group.losses)
         if number == request.own:
@@ -214,7 +218,7 @@ class Rebuilder:
                 return isinstance(reply, Noted)
         except HoldfastError as error:
             _log.warning("%s", error)
-            return False
+            return None
 
 
 def _pieces(request: RebuildCopy, filling: CopyFilling) -> Iterator[_SumPiece]:

@@ -69,8 +69,8 @@ class Finish(PeerMessage, frozen=True):
 
 
 class GetRange(PeerMessage, frozen=True):
-    """Ask for `nbytes` of data file number `file` of a checkpoint, from `start` on. Answered by `Sent`; the bytes
-    follow."""
+    """Ask for `nbytes` of data file number `file` of a checkpoint, from `start` on, to make parity of them. Answered by
+    `Sent`; the bytes follow, at the pace of copies."""
 
     checkpoint_id: Hex16
     file: Count
@@ -209,9 +209,11 @@ class ListedSlots(PeerMessage, frozen=True):
 
 
 class NodesFailed(PeerMessage, frozen=True):
-    """The nodes of the group with these `numbers` did not answer, or found damage in what they have."""
+    """The nodes of the group with these `numbers` found damage in what they have, and the `silent` ones did not answer:
+    their keepers may stand still, or have died, with all memory intact."""
 
     numbers: tuple[Count, ...]
+    silent: tuple[Count, ...]
     reason: str
 
 

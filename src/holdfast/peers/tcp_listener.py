@@ -203,12 +203,12 @@ class TcpListener:
                 _log.warning("the connection of %s ends: %s", address, error)
                 return
             try:
-                self._carry_out(wire, message)
+                self._carry_out(wire, message, address)
             except (OSError, CorruptError) as error:
                 _log.warning("the connection of %s ends in the middle of a request: %s", address, error)
                 return
 
-    def _carry_out(self, wire: Wire, message: bytes) -> None:
+    def _carry_out(self, wire: Wire, message: bytes, address: str) -> None:
         try:
             request = decode_request(message)
         except StorageError as error:
@@ -218,7 +218,7 @@ class TcpListener:
             case PutRange() | PutGeneration():
                 self._reply(wire, self._take(wire, request))
             case GetRange() | GetSum():
-                self._give(wire, request)
+                self._give(wire, request, address)
             case _:
                 self._reply(wire, _attempt(lambda: self._service.answer(request)))
 
@@ -236,18 +236,19 @@ class TcpListener:
             raise
         return _attempt(sink.finish)
 
-    def _give(self, wire: Wire, get: Get) -> None:
+    def _give(self, wire: Wire, get: Get, address: str) -> None:
         with ExitStack() as stack:
             data = _attempt(lambda: stack.enter_context(self._service.source(get)))
             if isinstance(data, RequestRefused):
                 self._reply(wire, data)
                 return
             assert data.nbytes == get.nbytes
+            pace, deadline = self._service.pace(get, address), each_within(self._limits.block_s)
             self._reply(wire, Sent(data.nbytes))
             if isinstance(data, Region):
-                wire.send_region(data, each_within(self._limits.block_s))
+                wire.send_region(data, deadline, pace)
             else:
-                wire.send_bytes(data, each_within(self._limits.block_s))
+                wire.send_bytes(data, deadline, pace)
 
     def _reply(self, wire: Wire, reply: PeerReply) -> None:
         wire.send_message(encode_message(reply), within(self._limits.message_s))

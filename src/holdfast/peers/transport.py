@@ -28,7 +28,7 @@ class Region:
 
 
 class PutPiece(NamedTuple):
-    """The next `nbytes` of a put. With `left`, they must have arrived at the peer's system when the turn ends, except
+    """The next `nbytes` to send. With `left`, they must have arrived at the peer's system when the turn ends, except
     for `tail_nbytes` of them. It is called with the bytes that have not, and returns the time after which to look again
     in seconds."""
 
@@ -42,7 +42,8 @@ def tail_nbytes(nbytes: int) -> int:
 
 
 class PutPace(Protocol):
-    """Says when the bytes of puts are sent, piece by piece. Several connections share it, each with its thread."""
+    """Says when bytes of snapshots are sent, piece by piece: those of puts, and those that a `PeerService` gives at a
+    pace. Several connections share it, each with its thread."""
 
     def turn(self, nbytes: int, end_s: float) -> AbstractContextManager[PutPiece]:
         """Wait for the turn to send some of the `nbytes` that are left. They are sent inside the ``with`` block.
@@ -86,6 +87,9 @@ class PeerService(Protocol):
     def source(self, get: Get) -> AbstractContextManager[Region | Bytes]:
         """The bytes that `get` asks for. They must not change, and their descriptor must stay open, inside the ``with``
         block. The listener leaves it when all bytes are sent, or the connection broke."""
+
+    def pace(self, get: Get, address: str) -> PutPace | None:
+        """The pace at which the bytes of `get` go to the peer at `address`; None: at once."""
 
 
 class PeerListener(Protocol):
