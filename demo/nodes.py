@@ -6,6 +6,7 @@ that is shown was seen in this run. A promise that was not kept ends it with sta
 
 from __future__ import annotations
 
+import argparse
 import signal
 import sys
 import tempfile
@@ -355,6 +356,9 @@ def _is_alive(pid: int) -> bool:
 
 def main() -> None:
     """Run the demo in the current directory."""
+    argparse.ArgumentParser(
+        prog="python -m demo.nodes", description="Lose one of four emulated nodes, go on without it, compare."
+    ).parse_args()
     if (reason := missing()) is not None:
         sys.exit(f"demo: {reason}")
     out = _OUT.resolve()

@@ -22,7 +22,13 @@ def test_a_domain_of_another_type_is_refused(domain: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b"", "is empty"), (b" /\n", "is empty"), (b"\xff\xfe", "cannot be read: 'utf-8' codec")]
+    ("content", "why"),
+    [
+        (b"", "is empty"),
+        (b" /\n", "is empty"),
+        (b"a\nb\n", "has more than one line"),
+        (b"\xff\xfe", "cannot be read: 'utf-8' codec"),
+    ],
 )
 def test_a_domain_file_without_a_name_does_not_count_as_no_domain(
     tmp_path: Path, node_dir: Path, content: bytes, why: str
@@ -32,7 +38,9 @@ def test_a_domain_file_without_a_name_does_not_count_as_no_domain(
     path.write_bytes(content)
     memory = Memory(protect=Copies(1), domain=path, require_protection=True, node_dir=node_dir)
     own = Checkpointer(tmp_path / "run", {"step": 1}, memory=memory)
-    with pytest.raises(ConfigurationError, match=f"the file that names the failure domain of this node {why}") as told:
+    with pytest.raises(
+        ConfigurationError, match=f"'{path}', the file that names the failure domain of this node, {why}"
+    ) as told:
         own.save(1)
     assert told.value.code == "config.protection"
     own.close()

@@ -212,26 +212,28 @@ def test_a_job_without_protection_does_not_keep_the_memory_that_an_earlier_one_t
     assert run_ranks(2, save_unprotected, run, nodes[:2]) == [True, True]
 
 
-def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Parity | None, call: str) -> str:
+def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Copies | Parity | None, call: str) -> str:
     """Let ranks ask for different protection. Returns the error."""
     start_new_job()
     rank = dist.get_rank()
-    memory = Memory(node_dir=node_dirs[rank], protect=unlike if rank else COPIES)
+    policy = unlike if rank else COPIES
+    memory = Memory(node_dir=node_dirs[rank], protect=policy, require_protection=rank == 1 and policy == COPIES)
     with Checkpointer(run, sharded(-1, dim=0), memory=memory, timeout_s=20.0) as checkpointer:
         with pytest.raises(ConfigurationError) as raised:
             checkpointer.restore() if call == "restore" else checkpointer.save(0).durable.wait(20)
         return str(raised.value)
 
 
-@pytest.mark.parametrize("unlike", [None, Parity(1)], ids=str)
+@pytest.mark.parametrize("unlike", [None, Parity(1), COPIES], ids=str)
 @pytest.mark.parametrize("call", ["restore", "save"])
 def test_ranks_that_want_other_protection_than_others_hear_that_at_once(
-    tmp_path: Path, nodes: list[Path], unlike: Parity | None, call: str
+    tmp_path: Path, nodes: list[Path], unlike: Copies | Parity | None, call: str
 ) -> None:
-    """Some ranks waited until their time was up, and with two policies, that of rank 0 won without a word."""
+    """Some ranks waited until their time was up, and with two policies, that of rank 0 won without a word. Where only
+    some ranks required protection, the others went on alone when it could not be had."""
     error, other = run_ranks(2, want_unlike, str(tmp_path / "run"), nodes[:2], unlike, call)
     assert error == other
-    told = "none" if unlike is None else repr(unlike)
+    told = "none" if unlike is None else repr(unlike) + " with require_protection=True" * (unlike == COPIES)
     assert (
         f"[config.unlike_protection] the ranks want their snapshots protected in different ways: rank 0 {COPIES!r}"
         in error

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.node_memory.claims import Claim
+from holdfast.node_memory.generations import mark_protected
 from holdfast.node_memory.inventory import write_run
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.slots import SlotState
+from holdfast.node_memory.slots import Slot, SlotKind, SlotState
 from holdfast.run.history import Run
 from holdfast.store.base import Location
 from holdfast.store.urls import open_store
@@ -18,6 +19,7 @@ from tests.keeper import test_keeper
 from tests.keeper.test_keeper import states
 from tests.keeper.test_persist import Saved, assert_loads
 from tests.node_memory.test_node_memory import MIB, fill_memory, kept
+from tests.node_memory.test_slots import filled
 from tests.support.command_line import holdfast_command
 from tests.support.nursery import until
 
@@ -53,6 +55,28 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
     assert done["runs"] == []
     assert not folder.path.exists()
     assert_loads(run, saved)
+
+
+def test_the_command_tells_copies_and_parity_from_own_snapshots_and_says_what_is_protected(tmp_path: Path) -> None:
+    checkpoint_id = ""
+    with NodeFolder("run", node_dir=tmp_path) as folder:
+        for kind, rank in ((SlotKind.SNAPSHOT, 3), (SlotKind.COPY, 1), (SlotKind.PARITY, 0)):
+            with Slot.create(folder, rank=rank, nbytes=MIB, kind=kind) as slot:
+                contents = filled(slot, SlotState.HELD).record.contents
+                assert contents is not None
+                checkpoint_id = contents.checkpoint_id
+        (row,) = holdfast_command("node", "--node-dir", tmp_path, "--json").json["runs"]
+        found = [(slot["kind"], slot["rank"], slot["is_protected"]) for slot in row["slots"]]
+        assert found == [("slot", 3, False), ("copy", 1, False), ("parity", 0, False)]
+        mark_protected(folder, checkpoint_id)
+    (row,) = holdfast_command("node", "--node-dir", tmp_path, "--json").json["runs"]
+    assert all(slot["is_protected"] for slot in row["slots"])
+    lines = holdfast_command("node", "--node-dir", tmp_path).out.splitlines()
+    assert [line.partition("nobody")[2].split(maxsplit=1) for line in lines[-3:]] == [
+        ["yes", "own snapshot"],
+        ["yes", "copy for another node"],
+        ["yes", "parity"],
+    ]
 
 
 def test_free_names_each_run_whose_memory_it_frees_though_nothing_is_left_of_it(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_advice_for_2048_nodes_takes_less_than_a_second_of_a_core() -> None:
     [
         (("--protect", "much", "--nodes", "8"), "[config.advice] --protect much is no size"),
         (("--protect", "0GB", "--nodes", "8"), "[config.advice] --protect 0GB is no size"),
+        (("--protect", "1e400GB", "--nodes", "8"), "[config.advice] --protect 1e400GB is no size"),
         (("--protect", "1GB"), "[config.advice] nobody says how many nodes protect each other"),
         ((*JOB, "--domains", "129"), "[config.advice] 128 nodes cannot lie in 129 domains"),
         (

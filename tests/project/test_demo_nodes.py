@@ -134,5 +134,6 @@ def test_the_demo_loses_a_node_and_keeps_its_promises(tmp_path: Path) -> None:
 
 def test_the_demo_says_in_one_sentence_why_no_nodes_can_be_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "missing", lambda: "only root may make the namespaces of emulated nodes")
+    monkeypatch.setattr("sys.argv", ["demo.nodes"])
     with pytest.raises(SystemExit, match="demo: only root may make the namespaces of emulated nodes"):
         nodes.main()

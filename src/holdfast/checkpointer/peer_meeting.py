@@ -110,6 +110,7 @@ class PeerMeeting:
         self.copies_left: CopiesLeft | None = None
         self.error: HoldfastError | None = _not_met()
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
+        self._notes: tuple[str, ...] = ()
 
     def meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
         """Meet the peers, and have the keeper of `folder` protect the slots, of which this rank has a `part`. The
@@ -181,8 +182,10 @@ class PeerMeeting:
         def place(cards: Sequence[NodeCard]) -> _PlacedNodes:
             nodes = merged(cards)
             targets, parity, notes = _placed(nodes, self.rules.policy)
-            for note in notes:
-                _log.warning("protected memory: %s", note)
+            if notes != self._notes:
+                for note in notes:
+                    _log.warning("protected memory: %s", note)
+            self._notes = notes
             identities = tuple(each.identity for each in nodes)
             adoption = None if self.copies_left is None else _adoption(self.copies_left, cards, identities)
             return _PlacedNodes(self._secret, identities, targets, parity, adoption)
@@ -264,9 +267,12 @@ def _adoption(left: CopiesLeft, cards: Sequence[NodeCard], identities: Sequence[
 def _domains(given: str | Path | None) -> tuple[str, ...]:
     """The failure domains of this node, the smallest first; the names are given as a path, the largest first."""
     if isinstance(given, Path):
-        names = domain_parts(_text_of(given))
+        text = _text_of(given).strip()
+        names = domain_parts(text)
         if not names:
             raise _no_domain(given, "is empty")
+        if len(text.splitlines()) > 1:
+            raise _no_domain(given, "has more than one line")
     else:
         names = domain_parts(os.environ.get(DOMAIN_VARIABLE, "") if given is None else given)
     return tuple(reversed(names))
@@ -285,7 +291,9 @@ def _text_of(path: Path) -> str:
         if len(data) > _DOMAIN_NBYTES:
             raise _no_domain(path, f"has more than {_DOMAIN_NBYTES:,} bytes")
         return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise _no_domain(path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise _no_domain(path, f"cannot be read: {error}") from error
 
 
@@ -296,9 +304,9 @@ def domain_parts(text: str) -> list[str]:
 
 def _no_domain(path: Path, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"the file that names the failure domain of this node {why}.",
+        f"'{path}', the file that names the failure domain of this node, {why}.",
         code="config.protection",
-        action="Write the domain into that file, such as block-2/rack-7, or pass it as domain=.",
+        action="Write the domain into that file, in one line, such as block-2/rack-7, or pass it as domain=.",
         path=str(path),
     )
 
@@ -345,7 +353,7 @@ def check_policies(policies: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"the ranks want their snapshots protected in different ways: rank 0 {first}, and rank {rank} {other}.",
                 code="config.unlike_protection",
-                action="Pass the same Memory(protect=...) on all ranks.",
+                action="Pass the same protect= and require_protection= to Memory on all ranks.",
             )
 
 

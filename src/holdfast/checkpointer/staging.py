@@ -107,8 +107,11 @@ class Stager:
 
     @property
     def policy(self) -> str:
-        """The policy by which other nodes are to protect the slots; "" for none."""
-        return "" if self._meeting is None else repr(self._meeting.rules.policy)
+        """The policy by which other nodes are to protect the slots, and whether it is required; "" for none."""
+        if self._meeting is None:
+            return ""
+        rules = self._meeting.rules
+        return f"{rules.policy!r}{' with require_protection=True' if rules.is_required else ''}"
 
     def protect_again(self, part: ProtectedPart, left: CopiesLeft | None, channel: Channel, deadline: Deadline) -> None:
         """After a restore, meet the keepers of the other nodes, so that they protect again what the nodes hold, with

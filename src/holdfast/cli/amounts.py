@@ -32,7 +32,8 @@ def seconds_in(text: str) -> float:
 def bytes_in(text: str) -> int | None:
     """The bytes of a size such as ``912GB`` or ``2TiB``; None for any other text."""
     found = _SIZE.fullmatch(text.strip())
-    return None if found is None else round(scaled(found[1], found[2] or ""))
+    nbytes = math.nan if found is None else scaled(found[1], found[2] or "")
+    return round(nbytes) if math.isfinite(nbytes) else None
 
 
 def checked_bandwidth(text: str) -> float:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -15,21 +16,25 @@ from holdfast.errors import printable
 from holdfast.node_memory.inventory import LOG_NAME, FreedMemory, HeldSlot, RunMemory, give_way, name_of, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
 from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
+from holdfast.node_memory.slots import SlotKind
 from holdfast.reports import size
 from holdfast.run.by_path import open_run, parse_run
 from holdfast.store.urls import absolute
 from holdfast.wording import count
 
 _UNKNOWN = "an unknown run (no keeper has started for it)"
+_HOLDS: Final = {SlotKind.SNAPSHOT: "own snapshot", SlotKind.COPY: "copy for another node", SlotKind.PARITY: "parity"}
 
 
 class SlotRow(msgspec.Struct, frozen=True):
     """A slot, as ``--json`` prints it.
 
-    `step` is null where the slot is empty; `state` is null where it is damaged or of another version. `owner` is
-    "trainer" where a trainer of this rank lives, else "keeper" where a keeper runs, else "nobody". Where it
-    `is_durable`, storage has all that is in it. Where it `is_freeable`, ``--free`` may remove it: it is durable, or it
-    was given up (`fenced`) and never becomes durable.
+    `kind` is "slot" for a snapshot of a rank of this node, "copy" for that of a rank of another node, and "parity" for
+    a row of parity, whose number is `rank`. `is_protected` says whether the checkpoint survives the loss of nodes, as
+    the policy of its job promises. `step` is null where the slot is empty; `state` is null where it is damaged or of
+    another version. `owner` is "trainer" where a trainer of this rank lives, else "keeper" where a keeper runs, else
+    "nobody". Where it `is_durable`, storage has all that is in it. Where it `is_freeable`, ``--free`` may remove it: it
+    is durable, or it was given up (`fenced`) and never becomes durable.
     """
 
     rank: int
@@ -40,6 +45,8 @@ class SlotRow(msgspec.Struct, frozen=True):
     owner: str
     is_durable: bool
     is_freeable: bool
+    kind: SlotKind
+    is_protected: bool
 
 
 class RunRow(msgspec.Struct, frozen=True):
@@ -129,7 +136,18 @@ def _slot(held: HeldSlot, *, is_kept: bool) -> SlotRow:
     owner = "trainer" if held.has_trainer else "keeper" if is_kept else "nobody"
     state = None if held.state is None else held.state.name.lower()
     age_s = max(time.time() - held.since, 0.0)
-    return SlotRow(held.rank, held.step, state, held.nbytes, age_s, owner, held.is_durable, held.is_freeable)
+    return SlotRow(
+        rank=held.rank,
+        step=held.step,
+        state=state,
+        nbytes=held.nbytes,
+        age_s=age_s,
+        owner=owner,
+        is_durable=held.is_durable,
+        is_freeable=held.is_freeable,
+        kind=held.kind,
+        is_protected=held.is_protected,
+    )
 
 
 def _show_ends(screen: Console, ended: list[RunMemory], not_ended: list[RunMemory]) -> None:
@@ -165,9 +183,15 @@ def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
 
 
 def _table(slots: list[SlotRow]) -> Listing:
-    made = Listing("rank", "step", "state", "size", "age", "owner", right=("rank", "step", "size", "age"))
+    """The slots of a run. Where other nodes have a part in it, it says for whom each slot is, and what is protected."""
+    is_shared = any(slot.is_protected or slot.kind is not SlotKind.SNAPSHOT for slot in slots)
+    names = ("rank", "step", "state", "size", "age", "owner", *(("protected", "holds") if is_shared else ()))
+    made = Listing(*names, right=("rank", "step", "size", "age"))
     for slot in slots:
         step = "" if slot.step is None else str(slot.step)
         state = slot.state or "unreadable"
-        made.add_row(str(slot.rank), step, state, size(slot.nbytes), age(slot.age_s), slot.owner)
+        rank = "" if slot.kind is SlotKind.PARITY else str(slot.rank)
+        protected = "yes" if slot.is_protected else "no" if slot.step is not None else ""
+        cells = (rank, step, state, size(slot.nbytes), age(slot.age_s), slot.owner, protected, _HOLDS[slot.kind])
+        made.add_row(*cells[: len(names)])
     return made

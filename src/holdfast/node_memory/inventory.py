@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from holdfast.errors import ConfigurationError, CorruptError, StorageError
 from holdfast.node_memory.claims import is_claimed, remove_claims
-from holdfast.node_memory.generations import generation_ids, given_up_ids, remove_generation
+from holdfast.node_memory.generations import generation_ids, given_up_ids, is_protected, remove_generation
 from holdfast.node_memory.keeper_lock import clear_protocol, is_kept, keeper_pid, remove_lock, try_lock
 from holdfast.node_memory.keeper_starts import clear_starts
 from holdfast.node_memory.node_folder import NodeFolder, node_folders
@@ -45,13 +45,17 @@ LOG_NAME: Final = "keeper.log"
 
 
 class HeldSlot(NamedTuple):
-    """A slot as it was found. `state` is None where the slot is damaged or of another version of holdfast. `step` is
-    that of its checkpoint, if it holds one. `since` is the time at which it came into this state, in seconds since
-    1970. `has_trainer` says whether a living trainer has a claim to its rank's slots, `is_durable` whether storage has
-    all that the slot holds, and `is_freeable` whether the slot may be removed: it is durable, or was given up."""
+    """A slot as it was found. `rank` is that of the snapshot, or of the copied one; of parity, it is its number.
+    `state` is None where the slot is damaged or of another version of holdfast. `step` is that of its checkpoint, if it
+    holds one, and `is_protected` whether that checkpoint survives the loss of nodes. `since` is the time at which it
+    came into this state, in seconds since 1970. `has_trainer` says whether a living trainer has a claim to its rank's
+    slots, `is_durable` whether storage has all that the slot holds, and `is_freeable` whether the slot may be removed:
+    it is durable, or was given up."""
 
     name: str
+    kind: SlotKind
     rank: int
+    is_protected: bool
     state: SlotState | None
     step: int | None
     nbytes: int
@@ -211,14 +215,33 @@ def _held(folder: NodeFolder, slot: Slot) -> HeldSlot:
     is_freeable = slot.state in SPENT or (slot.state == SlotState.WRITING and not slot.is_taken)
     is_durable = is_freeable and slot.state != SlotState.FENCED
     has_trainer = is_claimed(folder, slot.rank if slot.kind is SlotKind.SNAPSHOT else None)
-    step = contents.step if contents else None
     return HeldSlot(
-        slot.name, slot.rank, slot.state, step, slot.held_nbytes, slot.since, has_trainer, is_durable, is_freeable
+        name=slot.name,
+        kind=slot.kind,
+        rank=slot.rank,
+        is_protected=contents is not None and is_protected(folder, contents.checkpoint_id),
+        state=slot.state,
+        step=contents.step if contents else None,
+        nbytes=slot.held_nbytes,
+        since=slot.since,
+        has_trainer=has_trainer,
+        is_durable=is_durable,
+        is_freeable=is_freeable,
     )
 
 
 def _unreadable(folder: NodeFolder, name: str) -> HeldSlot:
     rank, status = rank_of(name), os.stat(name, dir_fd=folder.fileno(), follow_symlinks=False)
     return HeldSlot(
-        name, rank, None, None, status.st_blocks * 512, status.st_mtime, is_claimed(folder, rank), False, False
+        name=name,
+        kind=SlotKind(name.partition("-")[0]),
+        rank=rank,
+        is_protected=False,
+        state=None,
+        step=None,
+        nbytes=status.st_blocks * 512,
+        since=status.st_mtime,
+        has_trainer=is_claimed(folder, rank),
+        is_durable=False,
+        is_freeable=False,
     )
