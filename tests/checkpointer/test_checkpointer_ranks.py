@@ -94,6 +94,30 @@ def test_ranks_of_another_layout_restore_from_the_memory_of_several_nodes(
     assert run_ranks(world_size, restore_columns, run, nodes[:2]) == [(tier, 3, True)] * world_size
 
 
+def save_in_memory(run: str, node_dirs: Sequence[Path], step: int) -> bool:
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank() % len(node_dirs)])
+    state = sharded(-1, dim=0)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.restore()
+        state["w"].copy_(sharded(step, dim=0)["w"])  # type: ignore[attr-defined]
+        state["progress"]["step"] = step  # type: ignore[index]
+        checkpointer.save(step, memory_only=True).staged.wait(20)
+    return True
+
+
+def test_a_job_on_some_of_the_nodes_that_saves_nothing_leaves_the_newest_snapshot_to_one_on_all(
+    run: str, nodes: list[Path]
+) -> None:
+    """Its restore gave up what lacked the memory of the other nodes, so the next job found nothing of it either."""
+    run_ranks(2, save_steps, run, nodes[:2], (1, 2))
+    assert all(run_ranks(2, save_in_memory, run, nodes[:2], 3))
+    assert run_ranks(1, restore_columns, run, nodes[:1]) == [("storage", 3, True)]
+    assert run_ranks(2, restore_columns, run, nodes[:2]) == [("node memory", 4, True)] * 2
+    run_ranks(1, save_steps, run, nodes[:1], (4,))  # the run goes on without it
+    assert run_ranks(2, restore_columns, run, nodes[:2]) == [("node memory", 5, True)] * 2
+
+
 def lose_a_slot_once(run: str, node: Path) -> list[int]:
     """Rank 0 finds no slot for step 1, though all have agreed that there is one. Returns the steps that are durable."""
     start_new_job()

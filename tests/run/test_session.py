@@ -258,6 +258,28 @@ def test_a_fenced_job_may_take_the_run_back() -> None:
     assert zombie.why() == ("takeover", Place(2, 1))
 
 
+def test_of_two_jobs_that_found_an_empty_run_the_first_to_save_is_not_fenced() -> None:
+    """The other one opened an epoch of its own, while the first checkpoint was written: both were durable, and the head
+    had nothing of the first."""
+    storage = MemoryStore()
+    dead, first, other = (Job(storage) for _ in range(3))
+    dead.begin()
+    for job in (first, other):
+        job.session.note_empty(storage.resolved(), 1)
+    assert first.begin() == Place(2, 1)
+    with pytest.raises(FencedError, match=r"fenced\.lost_race.*opened epoch 2 first"):
+        other.begin()
+    assert first.save(1) == Place(2, 2)
+    with pytest.raises(ConfigurationError, match="unloaded_history"):
+        other.begin()
+
+
+def test_a_job_that_found_a_run_empty_may_begin_one_that_was_made_anew_meanwhile() -> None:
+    job = Job(MemoryStore())
+    job.session.note_empty(job.storage.resolved(), 3)
+    assert job.save(1) == Place(1, 1)
+
+
 def test_of_two_jobs_that_begin_at_once_one_is_fenced() -> None:
     storage = Interrupted()
     Job(storage).save(1)

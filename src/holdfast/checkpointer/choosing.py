@@ -125,8 +125,9 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     `passed` are newer checkpoints on the nodes, which the ranks cannot take.
 
     `earlier_resumes` is the number of jobs that resumed it before, and committed no newer one.
-    `given_up` are checkpoints of which memory has only a part, because the nodes or ranks with the rest are gone, those
-    that somebody removed from storage before they were committed, and damaged ones that the job goes on without.
+    `given_up` are checkpoints that somebody removed from storage before they were committed, and damaged ones that the
+    job goes on without. `parts` are those of which memory has only a part, because the nodes or ranks with the rest are
+    gone: they are given up when the job saves, for a job that only restores may lack nodes that come back.
     `let_go` are checkpoints of another history than the one in storage."""
 
     seal: bytes = b""
@@ -137,6 +138,7 @@ class Chosen(msgspec.Struct, frozen=True, tag="chosen"):
     committed: bool = True
     is_all: bool = False
     given_up: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     let_go: tuple[str, ...] = ()
     earlier_resumes: int = 0
     in_run: tuple[int, ...] = ()
@@ -282,6 +284,7 @@ class Survey:
         spoilt = {*(each.checkpoint_id for each in self._bad), *(each.checkpoint_id for each in self._failed)}
         on_disk = {each.checkpoint_id for each in held if each.on_disk}
         passed: list[PassedOver] = []
+        parts: list[str] = []
         for checkpoint_id in self._newest_first(places):
             place = places[checkpoint_id]
             whole = self._whole(run, checkpoint_id)
@@ -294,7 +297,7 @@ class Survey:
                 # A trainer that lives gives up by itself what can never be whole. Disks keep what they have until the
                 # run has moved on: the disks of other nodes may come back.
                 if self._clearing is None and not is_filling and checkpoint_id not in {*kept, *on_disk}:
-                    given_up.append(checkpoint_id)
+                    parts.append(checkpoint_id)
                 continue
             is_head = place == head and run.commit(place).checkpoint_id == checkpoint_id
             if is_head or (place.epoch == epoch and (head is None or head < place)):
@@ -310,6 +313,7 @@ class Survey:
                     is_head,
                     is_all=head is None,
                     given_up=(*given_up, *damaged),
+                    parts=tuple(parts),
                     let_go=let_go,
                     in_run=tuple(number for number, holders in enumerate(whole.files) if not holders),
                     copied=whole.copied,
@@ -322,7 +326,7 @@ class Survey:
                 )
         if head is not None:  # else the damaged ones are all that there is of the run, and stay
             given_up += damaged
-        return Chosen(given_up=tuple(given_up), let_go=let_go, passed=tuple(passed))
+        return Chosen(given_up=tuple(given_up), parts=tuple(parts), let_go=let_go, passed=tuple(passed))
 
     def _newest_first(self, places: Mapping[str, Place]) -> list[str]:
         """The ids in `places`, without those from the oldest damaged one on."""

@@ -73,6 +73,10 @@ def check_loaded(run: Location, policy: SavePolicy, *, group: ProcessGroup | Non
 def _check_path(run: Location, deadline: Deadline) -> None:
     with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage:
         Run.checked_names(storage)
+        newest = 0
+        with suppress(NotFoundError):
+            newest = Run.open(storage).newest_epoch() or 0
+        JOB.note_empty(storage.resolved(), newest)
         if run.folder is not None:
             path = storage.path(records.MARKER_KEY)
             storage.limit.run("look at", path, lambda: check_creatable(path))

@@ -135,6 +135,8 @@ class MemoryTier:
         self._commit_wait: CommitWait | None = None
         #: The place of the newest checkpoint that memory held whole when this job looked at it.
         self._whole: Place | None = None
+        #: Checkpoints of which memory has only a part, which the next save gives up.
+        self._parts: tuple[str, ...] = ()
         #: Whether the last save found no slot in all the time that it had. Rank 0 knows, for all ranks.
         self._waited_in_vain = False
 
@@ -215,7 +217,7 @@ class MemoryTier:
         self._has_looked = self._has_restored = True
         self._looks_again_at = time.monotonic() + _LOOK_AGAIN_S
         self._commit_wait = None if restored.uncommitted is None else CommitWait(restored.uncommitted)
-        self._whole = restored.whole
+        self._whole, self._parts = restored.whole, restored.parts
 
     def put_off(self, channel: Channel, deadline: Deadline) -> NoReturn:
         """Tell all ranks that this one does not try memory now, and raise the reason. Ranks that would try hear it too.
@@ -252,6 +254,9 @@ class MemoryTier:
             return found
 
         told_at = begun_s + _PATIENCE_S
+        if self._parts:  # the run goes on without them
+            self.stager.give_up(self._parts)
+            self._parts = ()
         if self._commit_wait is not None:
             self._commit_wait.begin()
         while True:

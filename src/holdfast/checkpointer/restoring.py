@@ -74,12 +74,14 @@ _log = logging.getLogger(__name__)
 
 class Restored(NamedTuple):
     """The report of a restore. `uncommitted` is the checkpoint if it was not committed yet, and `whole` its place if
-    memory holds it whole; then `left` are its files of which memory has only copies (None: it has no such files)."""
+    memory holds it whole; then `left` are its files of which memory has only copies (None: it has no such files).
+    `parts` are checkpoints of which memory has only a part, to be given up when the job saves."""
 
     report: RestoreReport
     uncommitted: RestoredCheckpoint | None = None
     whole: Place | None = None
     left: CopiesLeft | None = None
+    parts: tuple[str, ...] = ()
 
 
 def restore(
@@ -122,7 +124,7 @@ def restore(
             raise damage from None
         check_first_save(run, state, select=select, group=group, timeout_s=timeout_s)
         if initial is None:
-            return Restored(RestoreReport(None, None, None, None))
+            return Restored(RestoreReport(None, None, None, None), parts=tuple(sorted(setbacks.parts)))
         options = LoadOptions(select, fallback=fallback, verify=verify, continues=False, older=begin_with_older)
         try:
             report = load_from_storage(initial, state, options, group=group, timeout_s=timeout_s)
@@ -133,9 +135,13 @@ def restore(
             raise _no_steps(initial) from None
         if is_fork and group_ranks(group)[0] == global_rank():
             _note_fork(run, initial, report, timeout_s=timeout_s)
-        return Restored(RestoreReport(report.step if is_fork else None, None, "storage", report))
+        return Restored(
+            RestoreReport(report.step if is_fork else None, None, "storage", report),
+            parts=tuple(sorted(setbacks.parts)),
+        )
     report, rejected = _with_skipped(report, damaged), setbacks.rejected()
-    return Restored(RestoreReport(report.step, report.place, "storage", report, resumes.earlier, rejected))
+    told = RestoreReport(report.step, report.place, "storage", report, resumes.earlier, rejected)
+    return Restored(told, parts=tuple(sorted(setbacks.parts)))
 
 
 def _with_skipped(report: LoadReport, damaged: Sequence[_DamagedSnapshot]) -> LoadReport:
@@ -224,11 +230,13 @@ class _DamagedSnapshot(NamedTuple):
 @dataclass
 class _Setbacks:
     """The setbacks of this restore so far: checkpoints and copies that are `damaged`, what was `rebuilt`, or was to be,
-    the newer checkpoints that looks have `passed` over, by place, and the `trouble` that ended the looks."""
+    the newer checkpoints that looks have `passed` over, by place, and those of which they found `parts` alone, by id;
+    and the `trouble` that ended the looks."""
 
     damaged: list[_DamagedSnapshot] = field(default_factory=list)
     rebuilt: list[RebuildOutcome] = field(default_factory=list)
     passed: dict[Place, PassedOver] = field(default_factory=dict)
+    parts: set[str] = field(default_factory=set)
     trouble: HoldfastError | None = None
 
     def failed(self) -> set[FailedNode]:
@@ -313,6 +321,7 @@ def _newest_in_memory(
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
         folder = found.folder
         setbacks.passed |= {each.place: each for each in chosen.passed}
+        setbacks.parts |= set(chosen.parts)
         if not chosen.seal:
             return None
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
@@ -342,7 +351,7 @@ def _newest_in_memory(
         restored = RestoredCheckpoint(held.run_id, chosen.epoch, seal.place, seal.checkpoint_id, chosen.folder)
         uncommitted = None if chosen.committed else restored
         told = RestoreReport(report.step, report.place, chosen.tier, report, resumes.earlier, setbacks.rejected())
-        return Restored(told, uncommitted, seal.place, _copies_left(seal, chosen))
+        return Restored(told, uncommitted, seal.place, _copies_left(seal, chosen), tuple(sorted(setbacks.parts)))
 
 
 def _is_to_be_durable(folder: NodeFolder, chosen: Chosen, slot: Slot) -> bool:
@@ -426,9 +435,9 @@ def _looked_at(
     options: LoadOptions | None = None,
 ) -> Iterator[tuple[FoundOnNode, Chosen]]:
     """Look at the memory and disks of all nodes, and choose the checkpoint that all ranks restore. Yields what this
-    node has, and the choice of the `survey`. Gives up checkpoints of which memory has only a part and those that the
-    `survey` gives up besides, and lets go of those of another history. With the `options` of a restore, records that
-    this job resumes the checkpoint. Collective."""
+    node has, and the choice of the `survey`. Gives up what the choice says, and lets go of checkpoints of another
+    history. With the `options` of a restore, records that this job resumes the checkpoint; without, this job saves, and
+    gives up the checkpoints of which memory has only a part. Collective."""
     with ExitStack() as stack:
 
         def look() -> FoundOnNode:
@@ -446,14 +455,15 @@ def _looked_at(
 
         def give_up() -> None:
             with unusable_memory(node.memory):
-                for checkpoint_id in chosen.given_up:
+                for checkpoint_id in given_up:
                     give_up_generation(found.folder, checkpoint_id)
                 let_go(found, chosen.let_go)
 
         looked = attempt(look)
         chosen = _choose(run, looked, channel, deadline, survey, options)
         found = done(looked)
-        if chosen.given_up or chosen.let_go:
+        given_up = (*chosen.given_up, *(chosen.parts if options is None else ()))
+        if given_up or chosen.let_go:
             channel.confirm("inventory", attempt(give_up), deadline)
         yield found, chosen
 

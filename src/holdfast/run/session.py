@@ -179,6 +179,8 @@ class Session:
         self._roots: dict[Location, str] = {}
         #: By the root of a run that has no checkpoint yet, the checkpoint of another run that this job has for it.
         self._forks: dict[str, Fork] = {}
+        #: By root, the newest epoch of a run in which this job found nothing to restore.
+        self._empty: dict[str, int] = {}
         self._lock = Lock()
         #: The last load that filled each object, by the key of its identity.
         self._filled: dict[Hashable, tuple[Identity, Load]] = {}
@@ -233,6 +235,13 @@ class Session:
         """Remember that the run at `root`, which has no checkpoint yet, goes on from `fork`, which this job loaded."""
         with self._lock:
             self._forks[root] = fork
+
+    @outer(NOTES)
+    def note_empty(self, root: str, newest: int) -> None:
+        """Remember that this job found nothing to restore in the run at `root`, whose `newest` epoch was this one. So a
+        job that has opened another one since was first."""
+        with self._lock:
+            self._empty[root] = newest
 
     @outer(NOTES)
     def sources(self, parts: Callable[[], Sequence[StatePart]]) -> Sources:
@@ -309,6 +318,7 @@ class Session:
                     world_size=world_size,
                     moved_from=self._other_root(memory),
                     fork=self._forks.get(root),
+                    known=min(newest, self._empty.get(root, newest)),
                 )
                 place = Place(epoch.epoch, 1)
             memory.last = place
@@ -542,8 +552,10 @@ def _open_epoch(
     world_size: int,
     moved_from: str | None,
     fork: Fork | None,
+    known: int,
 ) -> Epoch:
-    """Open the epoch after `newest`, from the checkpoint that this process's state comes from."""
+    """Open the epoch after `newest`, from the checkpoint that this process's state comes from. Where it comes from
+    none, the epoch after the newest one that the process has `known`."""
     at = run.head_place()  # not the record: a load with fallback=True may have passed over a damaged one
     origin: Place | None
     why: Why
@@ -556,7 +568,7 @@ def _open_epoch(
         origin, why = at, "takeover"
     elif at is None or (head := run.head()) is None:
         # There is no checkpoint to load or to lose: earlier epochs, if any, ended before their first commit.
-        origin, why = None, "start"
+        origin, why, newest = None, "start", known
     else:
         raise unloaded(run, head, unused=memory.unused_load, moved_from=moved_from)
     return run.open_epoch(
