@@ -19,24 +19,21 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final
 
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots, file_numbers
-from holdfast.keeper.pacing import LinkPaces
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
+from holdfast.keeper.peer_session import PATIENCE_S, PATIENCE_S_PER_NBYTES, PeerSession, Sending
 from holdfast.keeper.peer_ways import Way, ask
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
-from holdfast.keeper.send_meter import SendMeter
 from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
 from holdfast.node_memory.generations import is_protected, mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder
@@ -45,7 +42,6 @@ from holdfast.node_memory.peering import (
     PeerPort,
     PeerSecret,
     PeerSpeed,
-    PeerTable,
     digest_of,
     note_peer_trouble,
     note_port,
@@ -54,7 +50,7 @@ from holdfast.node_memory.peering import (
     noted_secret,
     noted_table,
 )
-from holdfast.node_memory.slots import WHOLE, Contents, Slot, SlotState
+from holdfast.node_memory.slots import WHOLE, Slot, SlotState
 from holdfast.peers.peer_messages import (
     CheckHeld,
     CopyKept,
@@ -81,132 +77,17 @@ from holdfast.peers.peer_messages import (
 from holdfast.peers.tcp import TcpPeers
 from holdfast.peers.transport import PeerListener, PeerTransport, PutPace, PutSink, Region
 from holdfast.store.base import Bytes
-from holdfast.store.retry_budget import RetryBudget
 
 #: Number of slots sent at the same time.
 _NUM_SENDERS: Final = 4
-#: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
-_PATIENCE_S: Final = 20.0
-_PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
 #: Interval at which a keeper says again that its copies are kept, until the generation is marked.
 _SAY_AGAIN_S: Final = 1.0
-#: Interval at which a peer is asked again whether its rows of parity are complete.
-_ASK_AGAIN_S: Final = 0.1
-_RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
 #: The change of the speed of this node that a restore should know of.
 _SPEED_SHARE: Final = 0.2
 #: More than the resolution of the times of files.
 _TICK_NS: Final = 100_000_000
 
 _log = logging.getLogger(__name__)
-
-
-class _Sending(NamedTuple):
-    """The sending of `slots` of the checkpoint of these `contents` to the peer number `target` of the `session`.
-    Returns whether the peer has all that it needs of them."""
-
-    session: _PeerSession
-    slots: tuple[Slot, ...]
-    contents: Contents
-    target: int
-    sent: Future[bool]
-    begun_s: float
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether it takes so long that saves should not wait for it."""
-        nbytes = sum(slot.nbytes for slot in self.slots)
-        return time.monotonic() - self.begun_s > _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES
-
-
-@dataclass
-class _PeerState:
-    """The state of the way to a peer: when it may be tried again, after how many failures, and the last trouble."""
-
-    retry_at: float = 0.0
-    num_failures: int = 0
-    trouble: str = ""
-
-    def fail(self, trouble: str) -> None:
-        """Note a failure."""
-        self.retry_at = time.monotonic() + (_RETRIES.pause_s(self.num_failures) or 0.0)
-        self.num_failures += 1
-        self.trouble = trouble
-
-    def work(self, *, is_done: bool = True) -> None:
-        """Note a success; unless it `is_done`, the peer is asked again soon."""
-        self.retry_at = 0.0 if is_done else time.monotonic() + _ASK_AGAIN_S
-        self.num_failures, self.trouble = 0, ""
-
-
-@dataclass
-class _PeerSession:
-    """The peers of one job, which this keeper knows by `table`. ``kept`` has, by slot name and checkpoint, the peers
-    that hold the copy."""
-
-    secret: PeerSecret
-    table: PeerTable
-    kept: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    peers: dict[int, _PeerState] = field(default_factory=dict)
-    #: By checkpoint id, the files that nodes have said are kept, which `lock` guards. Only the first node of the table
-    #: counts.
-    counted: dict[str, set[int]] = field(default_factory=dict)
-    lock: Lock = field(default_factory=Lock)
-    #: The checkpoint that the first node has marked last.
-    marked: str = ""
-    #: By checkpoint id and number of files, the time at which the first node was last told.
-    said_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    #: By rank and peer, the size of the copies for which the peer was asked to take memory.
-    prepared: dict[tuple[int, int], int] = field(default_factory=dict)
-    meter: SendMeter = field(default_factory=SendMeter)
-    #: The newest checkpoint of which peers hold all copies for this node, and since when it waits for its mark.
-    awaited: tuple[str, float] = ("", 0.0)
-    #: The checkpoint whose parity is being made, its step, and the time until which saves wait for that.
-    encoded: tuple[str, int, float] = ("", 0, math.inf)
-    #: The reason why saves should not wait for a mark, since one did not come in time; "" since one has come.
-    unmarked: str = ""
-    paces: LinkPaces = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.paces = LinkPaces(self.table.pacing)
-
-    def state(self, peer: int) -> _PeerState:
-        """The state of the way to a peer."""
-        return self.peers.setdefault(peer, _PeerState())
-
-    def forget(self, slots: Iterable[Slot]) -> None:
-        """Forget which peers hold copies of what `slots` held before."""
-        held = {(slot.name, slot.record.contents.checkpoint_id) for slot in slots if slot.record.contents is not None}
-        self.kept = {key: peers for key, peers in self.kept.items() if key in held}
-
-    def count(self, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
-        """Note on the first node that all copies of these files are kept. Returns whether all are now, and forgets them
-        then. Any thread may call it."""
-        with self.lock:
-            counted = self.counted.setdefault(checkpoint_id, set())
-            counted.update(files)
-            if len(counted) < num_files:
-                return False
-            del self.counted[checkpoint_id]
-            self.marked = checkpoint_id
-            return True
-
-    def awaits_mark(self, due: Iterable[Slot], marked: Collection[str]) -> bool:
-        """Whether an older checkpoint than that of the `due` slots may be marked at any moment: peers hold all its
-        copies for this node, and the time for its mark is not over."""
-        id_, since_s = self.awaited
-        is_older = any(slot.record.contents and slot.record.contents.checkpoint_id != id_ for slot in due)
-        return is_older and bool(id_) and id_ not in marked and time.monotonic() - since_s <= _PATIENCE_S
-
-    def await_mark(self, contents: Contents, patience_s: float) -> None:
-        """Note that peers hold all copies for this node of the checkpoint of these `contents`, which is not marked."""
-        if self.awaited[0] != contents.checkpoint_id:
-            self.awaited = contents.checkpoint_id, time.monotonic()
-        elif time.monotonic() - self.awaited[1] > patience_s:
-            self.unmarked = (
-                f"step {contents.step} is not protected yet: peers hold the copies for this node, but the keeper of "
-                f"the first node, at {self.table.nodes[0].address}, does not say that all nodes have theirs."
-            )
 
 
 class Protection:
@@ -230,7 +111,7 @@ class Protection:
         self._rebuilder = Rebuilder(copies, self._sums)
         self._folder = folder
         self._sealing_of = sealing_of
-        self._session: _PeerSession | None = None
+        self._session: PeerSession | None = None
         self._secret: PeerSecret | None = None
         #: The folder's time of change (`NodeFolder.changed_ns`) at the last look at its notes.
         self._met_ns = 0
@@ -238,7 +119,7 @@ class Protection:
         self._listener: PeerListener | None = None
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="holdfast-protect")
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-prepare")
-        self._sending: dict[tuple[str, int], _Sending] = {}
+        self._sending: dict[tuple[str, int], Sending] = {}
         self._told = ""
         self._told_speed = 0.0
 
@@ -255,7 +136,7 @@ class Protection:
         if secret is None or table is None or table.secret_digest != digest_of(secret.secret):
             session = None
         elif session is None or session.table != table:
-            session = _PeerSession(secret, table)
+            session = PeerSession(secret, table)
         if session is not self._session:
             self._release_paces()
             self._session = session
@@ -291,7 +172,7 @@ class Protection:
         self._tell(self._trouble(session))
         return bool(self._sending)
 
-    def _send_due(self, session: _PeerSession, due: Sequence[Slot]) -> None:
+    def _send_due(self, session: PeerSession, due: Sequence[Slot]) -> None:
         """Start to send the `due` slots of a checkpoint to all nodes that protect them."""
         if session.table.parity is not None:
             self._offer_parity(session, due)
@@ -300,7 +181,7 @@ class Protection:
             for target in session.table.partners:
                 self._start_copy(session, slot, target)
 
-    def _adopted(self, session: _PeerSession) -> list[Slot]:
+    def _adopted(self, session: PeerSession) -> list[Slot]:
         """The copies that this node protects, because their owners are lost. Nodes that share parity do not."""
         adoption = session.table.adoption
         if adoption is None or session.table.parity is not None:
@@ -406,7 +287,7 @@ class Protection:
         secret, transport = self._secret, self._transport
         return None if secret is None or transport is None else Way(transport, address, secret.secret)
 
-    def _parity_peers(self, session: _PeerSession | None) -> ParityPeers | None:
+    def _parity_peers(self, session: PeerSession | None) -> ParityPeers | None:
         """The peers that share parity with this node."""
         if session is None or session.table.parity is None or self._transport is None:
             return None
@@ -439,7 +320,7 @@ class Protection:
         self._transport = transport
         note_port(self._folder, PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
 
-    def _prepare(self, session: _PeerSession, slots: Iterable[Slot]) -> None:
+    def _prepare(self, session: PeerSession, slots: Iterable[Slot]) -> None:
         """Have the peers take memory for copies of slots that trainers are going to fill: it takes seconds."""
         for slot in slots:
             for target in session.table.partners:
@@ -448,7 +329,7 @@ class Protection:
                     way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
                     self._preparer.submit(prepare_copies, way, slot.rank, slot.nbytes)
 
-    def _start_copy(self, session: _PeerSession, slot: Slot, target: int) -> None:
+    def _start_copy(self, session: PeerSession, slot: Slot, target: int) -> None:
         """Start to send a copy of `slot` to `target`, unless that is not due."""
         contents = slot.record.contents
         assert contents is not None
@@ -458,7 +339,7 @@ class Protection:
             send = partial(send_copy, slot=slot, offer=offer_of(slot), sealing=sealing, metered=metered)
             self._start(session, (slot,), target, send)
 
-    def _offer_parity(self, session: _PeerSession, slots: Sequence[Slot]) -> None:
+    def _offer_parity(self, session: PeerSession, slots: Sequence[Slot]) -> None:
         """Offer the `slots` of a checkpoint for parity, to this node's own rows and to its partners, if they are all
         that this node has of it."""
         contents, peers = slots[0].record.contents, self._parity_peers(session)
@@ -472,14 +353,14 @@ class Protection:
             return
         known, _, until_s = session.encoded
         if known != contents.checkpoint_id and time.monotonic() <= until_s:  # else the trouble lasts until one is made
-            patience_s = _PATIENCE_S + sum(slot.nbytes for slot in slots) * _PATIENCE_S_PER_NBYTES
+            patience_s = PATIENCE_S + sum(slot.nbytes for slot in slots) * PATIENCE_S_PER_NBYTES
             session.encoded = contents.checkpoint_id, contents.step, time.monotonic() + patience_s
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
             self._start(session, tuple(slots), target, partial(offer_parity, offer=offer, sealing=sealing))
 
-    def _start(self, session: _PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
+    def _start(self, session: PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
         """Start to send `slots` of one checkpoint to `target`, unless that is done, under way, or not to be tried again
         yet."""
         contents, state, name = slots[0].record.contents, session.state(target), slots[0].name
@@ -491,7 +372,7 @@ class Protection:
         address = session.table.nodes[target].address
         way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
         self.copies.being_sent |= {slot.name for slot in slots}
-        self._sending[name, target] = _Sending(
+        self._sending[name, target] = Sending(
             session, slots, contents, target, self._senders.submit(send, way), time.monotonic()
         )
 
@@ -520,7 +401,7 @@ class Protection:
             self._told_speed = speed
             note_speed(self._folder, PeerSpeed(speed))
 
-    def _trouble(self, session: _PeerSession) -> str:
+    def _trouble(self, session: PeerSession) -> str:
         """The reason why saves should not wait for protection now; "" where there is none."""
         for sending in self._sending.values():
             if sending.session is session and sending.is_slow:
@@ -532,7 +413,7 @@ class Protection:
         troubles = (*(each.trouble for each in session.peers.values()), self.rows.trouble, session.unmarked)
         return next(filter(None, troubles), "")
 
-    def _say(self, session: _PeerSession, due: Sequence[Slot]) -> None:
+    def _say(self, session: PeerSession, due: Sequence[Slot]) -> None:
         """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
         the generation."""
         kept: dict[str, set[int]] = {}
@@ -546,7 +427,7 @@ class Protection:
                 num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
                 if num_kept == len(due):
                     session.encoded = id_, contents.step, math.inf
-                    session.await_mark(contents, _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES)
+                    session.await_mark(contents, PATIENCE_S + nbytes * PATIENCE_S_PER_NBYTES)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()
             if sealing is None:
@@ -558,7 +439,7 @@ class Protection:
                 session.said_at = {(id_, len(files)): now}
                 self._tell_peer(session, 0, NoteProtected(id_, tuple(sorted(files)), num_files))
 
-    def _count(self, session: _PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
+    def _count(self, session: PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
         """On the first node, count files that are kept. Marks the generation, here and on all nodes, when all are.
         Returns whether it is marked, now or before: a node that missed the mark says again that its copies are kept."""
         if session.table.own != 0:
@@ -573,12 +454,12 @@ class Protection:
             self._tell_peer(session, peer, MarkProtected(checkpoint_id))
         return True
 
-    def _tell_peer(self, session: _PeerSession, peer: int, request: MarkProtected | NoteProtected) -> None:
+    def _tell_peer(self, session: PeerSession, peer: int, request: MarkProtected | NoteProtected) -> None:
         if self._transport is not None:
             way = Way(self._transport, session.table.nodes[peer].address, session.secret.secret)
             self._senders.submit(self._ask, session, way, request)
 
-    def _ask(self, session: _PeerSession, way: Way, request: MarkProtected | NoteProtected) -> None:
+    def _ask(self, session: PeerSession, way: Way, request: MarkProtected | NoteProtected) -> None:
         if isinstance(ask(way, request), CopyKept) and session is self._session:
             mark_protected(self._folder, request.checkpoint_id)
 
