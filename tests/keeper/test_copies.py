@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.keeper import daemon, peer_memory, protecting, sending
+from holdfast.keeper import daemon, peer_memory, peer_session, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
@@ -288,7 +288,7 @@ def test_a_peer_that_takes_a_copy_slowly_does_not_hold_up_saves(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keepers = keepers_of(folders, stack)
-    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(peer_session, "_PATIENCE_S", 0.3)
     go_on = Event()
     stack.callback(go_on.set)
     offer = PeerCopies.offer
@@ -356,7 +356,7 @@ def test_a_node_that_missed_the_mark_of_protection_gets_it_when_it_says_again_th
 def test_saves_do_not_wait_for_ever_for_a_mark_because_another_node_cannot_be_protected(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(peer_session, "_PATIENCE_S", 0.2)
     keepers = keepers_of(folders, stack)
     offer = keepers[0]._copies.offer
     with monkeypatch.context() as patched:  # the first node has no room, and the second one has
@@ -384,7 +384,7 @@ def test_the_copy_of_the_protected_checkpoint_stays_while_newer_ones_cannot_be_p
     saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second unprotected one took its place, though a loss of the owner was to leave the protected one."""
-    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(peer_session, "_MARK_S", 0.2)
     keepers = keepers_of(folders, stack)
     until(lambda: look(*keepers) and _is_protected(saved, folders))
     later: Saved | Later = saved

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.keeper import parity_rows, peer_memory, protecting
+from holdfast.keeper import parity_rows, peer_memory, peer_session
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import give_up_generation, protected_ids
 from holdfast.node_memory.limits import MemoryLimit
@@ -46,7 +46,7 @@ def made(tmp_path: Path) -> Iterator[Made]:
 
 def test_saves_do_not_wait_for_parity_that_a_node_makes_too_slowly(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only copies had a limit, so saves waited for as long as one node took to offer its part, or to read others'."""
-    monkeypatch.setattr(protecting, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(peer_session, "_PATIENCE_S", 0.2)
     nodes = made(1)
     snapshot = Snapshot(nodes, 1).stage(nodes)
     late = 2

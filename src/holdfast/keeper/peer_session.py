@@ -16,12 +16,19 @@ from holdfast.node_memory.peering import PeerSecret, PeerTable
 from holdfast.node_memory.slots import Contents, Slot
 from holdfast.store.retry_budget import RetryBudget
 
-#: Time for a peer to take a slot, in all and per byte, after which saves go on as if nothing protected them.
-PATIENCE_S: Final = 20.0
-PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
+_PATIENCE_S: Final = 20.0
+_PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
+#: Time for a mark to come, once peers hold all copies of a checkpoint for this node, before newer ones are sent. A node
+#: that has gone on to a newer one first says no more of the older, and then no mark will come.
+_MARK_S: Final = 3.0
 #: Interval at which a peer is asked again whether its rows of parity are complete.
 _ASK_AGAIN_S: Final = 0.1
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
+
+
+def patience_s(nbytes: int) -> float:
+    """Time for a peer to take so many bytes, after which saves go on as if nothing protected them."""
+    return _PATIENCE_S + nbytes * _PATIENCE_S_PER_NBYTES
 
 
 class Sending(NamedTuple):
@@ -38,8 +45,7 @@ class Sending(NamedTuple):
     @property
     def is_slow(self) -> bool:
         """Whether it takes so long that saves should not wait for it."""
-        nbytes = sum(slot.nbytes for slot in self.slots)
-        return time.monotonic() - self.begun_s > PATIENCE_S + nbytes * PATIENCE_S_PER_NBYTES
+        return time.monotonic() - self.begun_s > patience_s(sum(slot.nbytes for slot in self.slots))
 
 
 @dataclass
@@ -119,13 +125,14 @@ class PeerSession:
         copies for this node, and the time for its mark is not over."""
         id_, since_s = self.awaited
         is_older = any(slot.record.contents and slot.record.contents.checkpoint_id != id_ for slot in due)
-        return is_older and bool(id_) and id_ not in marked and time.monotonic() - since_s <= PATIENCE_S
+        return is_older and bool(id_) and id_ not in marked and time.monotonic() - since_s <= _MARK_S
 
-    def await_mark(self, contents: Contents, patience_s: float) -> None:
-        """Note that peers hold all copies for this node of the checkpoint of these `contents`, which is not marked."""
+    def await_mark(self, contents: Contents, nbytes: int) -> None:
+        """Note that peers hold all copies for this node of the checkpoint of these `contents`, which is not marked:
+        `nbytes` of them."""
         if self.awaited[0] != contents.checkpoint_id:
             self.awaited = contents.checkpoint_id, time.monotonic()
-        elif time.monotonic() - self.awaited[1] > patience_s:
+        elif time.monotonic() - self.awaited[1] > patience_s(nbytes):
             self.unmarked = (
                 f"step {contents.step} is not protected yet: peers hold the copies for this node, but the keeper of "
                 f"the first node, at {self.table.nodes[0].address}, does not say that all nodes have theirs."

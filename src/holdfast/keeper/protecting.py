@@ -30,7 +30,7 @@ from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.own_slots import OwnSlots, file_numbers
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
-from holdfast.keeper.peer_session import PATIENCE_S, PATIENCE_S_PER_NBYTES, PeerSession, Sending
+from holdfast.keeper.peer_session import PeerSession, Sending, patience_s
 from holdfast.keeper.peer_ways import Way, ask
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
@@ -353,8 +353,8 @@ class Protection:
             return
         known, _, until_s = session.encoded
         if known != contents.checkpoint_id and time.monotonic() <= until_s:  # else the trouble lasts until one is made
-            patience_s = PATIENCE_S + sum(slot.nbytes for slot in slots) * PATIENCE_S_PER_NBYTES
-            session.encoded = contents.checkpoint_id, contents.step, time.monotonic() + patience_s
+            nbytes = sum(slot.nbytes for slot in slots)
+            session.encoded = contents.checkpoint_id, contents.step, time.monotonic() + patience_s(nbytes)
         offer = OfferParity(contents.checkpoint_id, own, mine)
         self.rows.offer(offer)
         for target in session.table.partners:
@@ -427,7 +427,7 @@ class Protection:
                 num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
                 if num_kept == len(due):
                     session.encoded = id_, contents.step, math.inf
-                    session.await_mark(contents, PATIENCE_S + nbytes * PATIENCE_S_PER_NBYTES)
+                    session.await_mark(contents, nbytes)
         for id_, files in kept.items():
             sealing, now = self._sealing_of(id_), time.monotonic()
             if sealing is None:
