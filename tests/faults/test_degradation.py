@@ -181,7 +181,7 @@ def test_training_stops_on_all_ranks_at_the_same_step_after_missed_saves(
     options = {"on_failed_save": StopAfter(missed=2), "when_full": "skip"}
     node = node_dir if has_memory else None
     environment = dict(bucket.behind(proxy.endpoint).environment)
-    found = run_ranks(2, train, environment, run, node, signals, 50, options, timeout_s=100)
+    found = run_ranks(2, train, environment, run, node, signals, 2000, options, timeout_s=100)
     with_faults.join()
     (end, last, warnings), (other_end, other_last, _) = found
     assert end == other_end
