@@ -50,9 +50,9 @@ class Cluster(NamedTuple):
 SHAPED: Final = "4 nodes, 2 Gbit/s"
 CLUSTERS: Final = {
     "2 nodes": Cluster(2, None, 1024, (PROTECT, PACED)),
-    SHAPED: Cluster(4, 2000, 128, (RESTORE,)),
+    SHAPED: Cluster(4, 2000, 512, (RESTORE,)),
     "8 nodes": Cluster(8, None, 32, ("moved",)),
-    f"{SHAPED}, parity": Cluster(4, 2000, 128, (RESTORE,), Parity(1)),
+    f"{SHAPED}, parity": Cluster(4, 2000, 512, (RESTORE,), Parity(1)),
     "8 nodes, parity": Cluster(8, None, 32, ("moved",), Parity(1)),
 }
 #: The least speed of a restore, of a plain copy of what was lost: of copies, and of parity, which comes through all
