@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,19 +14,8 @@ from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.checkpointer.test_protection import COPIES, TIERS, holders_of, lose, restored_tiers
-from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    paths = [tmp_path / f"node{number}" for number in range(5)]
-    for path in paths:
-        path.mkdir()
-    yield paths
-    for path in paths:
-        end_keepers(path)
 
 
 def save_to_memory(run: str, node_dirs: Sequence[Path]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,16 +24,6 @@ from tests.support.ranks import run_ranks
 COPIES = Copies(1)
 TIERS = ["node memory", "peer memory"]
 FROM_PEERS = [("peer memory", 4, True, TIERS)]
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    paths = [tmp_path / f"node{number}" for number in range(5)]
-    for path in paths:
-        path.mkdir()
-    yield paths
-    for path in paths:
-        end_keepers(path)
 
 
 def save_protected(

@@ -53,7 +53,8 @@ def test_saves_do_not_wait_for_parity_that_a_node_makes_too_slowly(made: Made, m
     told = "step 1 is not protected yet: its parity is not complete on all nodes of the group."
     until(lambda: nodes.look(late) and peer_trouble(nodes.folders[0]) == told)
     nodes.protect(snapshot)
-    until(lambda: nodes.look() and not peer_trouble(nodes.folders[0]))
+    until(lambda: nodes.look() and not any(map(peer_trouble, nodes.folders)))
+    assert not peer_trouble(nodes.folders[0])
 
 
 def rows_in(nodes: ParityNodes, number: int) -> list[Slot]:

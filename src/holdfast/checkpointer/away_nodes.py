@@ -70,7 +70,7 @@ def away_shares(peers: KnownPeers, present: Collection[str]) -> Mapping[str, Seq
 
 
 def _shares(node: str, listed: ListedSlots) -> Iterator[tuple[str, AwayShare]]:
-    """What a node has listed, by checkpoint."""
+    """Sort by checkpoint what a node has listed."""
     with_slots = [each.checkpoint_id for each in (*listed.own, *listed.copies)]
     for id_ in dict.fromkeys([*with_slots, *(each.checkpoint_id for each in listed.rows)]):
         own, copies = (

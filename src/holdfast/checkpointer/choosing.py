@@ -398,8 +398,8 @@ class Survey:
         return plan_with_away(missing, away, shares) or FoundElsewhere()
 
     def _away(self, checkpoint_id: str) -> list[AwayShare]:
-        """What the nodes of the last job that have no part in this one have of a checkpoint. They are asked once, and
-        those that have failed do not count."""
+        """Ask the nodes of the last job that have no part in this one for their parts of a checkpoint. They are asked
+        once for all checkpoints, and those that have failed do not count."""
         if self._away_shares is None:
             self._away_shares = away_shares(self._peers, {each.node for each in self._inventories})
         found = self._away_shares.get(checkpoint_id, ())

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.node_memory.parity_records import ParityGroup, ParityRecord, SlotDigests
+from holdfast.node_memory.parity_records import GroupNode, ParityGroup, ParityRecord, SlotDigests
 
 
 class RebuiltSlot(msgspec.Struct, frozen=True, array_like=True):
@@ -73,11 +73,8 @@ class AwayShare(NamedTuple):
     rows: Sequence[ParityRecord]
 
     def adding(self) -> NodeShare:
-        """What the node can add to sums of parity."""
-        files = (
-            (part.file, digest) for slot in self.own for part, digest in zip(slot.files, slot.digests, strict=True)
-        )
-        return NodeShare((), dict(files), self.rows)
+        """The share that the node adds to sums of parity."""
+        return NodeShare((), GroupNode(self.node, tuple(self.own)).files, self.rows)
 
 
 class FoundElsewhere(NamedTuple):

@@ -1,4 +1,4 @@
-"""Who reads slots for peers: a slot that is being read is not freed meanwhile."""
+"""Names of slots that threads of a keeper read for peers. The keeper does not free a slot that is being read."""
 
 from __future__ import annotations
 
