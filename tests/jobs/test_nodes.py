@@ -312,11 +312,13 @@ def emulate(folder: Path) -> None:
     time.sleep(600)
 
 
-def surroundings() -> tuple[list[str], list[str], list[str]]:
-    """The interfaces, the mounts and the named namespaces of this machine."""
-    named = Path("/run/netns")
-    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return os.listdir("/sys/class/net"), mounts, os.listdir(named) if named.exists() else []
+def surroundings(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """The interfaces, the mounts and the named namespaces of this machine, without the mounts of tests that run beside
+    this one, whose folder is `folder`."""
+    named, tests = Path("/run/netns"), folder.parents[1]
+    mounts = [Path(line.split()[4]) for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    kept = [str(at) for at in mounts if at.is_relative_to(folder) or not at.is_relative_to(tests)]
+    return os.listdir("/sys/class/net"), kept, os.listdir(named) if named.exists() else []
 
 
 def is_gone(pid: int) -> bool:
@@ -337,7 +339,7 @@ def is_gone(pid: int) -> bool:
 def test_a_killed_test_leaves_no_process_interface_or_mount_behind(
     tmp_path: Path, err: Path, end: Callable[[nursery.Process], object]
 ) -> None:
-    before = surroundings()
+    before = surroundings(tmp_path)
     process = nursery.start(emulate, tmp_path, err=err)
     until(lambda: (tmp_path / "pids").exists() or not process.is_running)
     assert process.is_running, process.err
@@ -345,4 +347,4 @@ def test_a_killed_test_leaves_no_process_interface_or_mount_behind(
     assert len(pids) == 7
     end(process)
     until(lambda: all(map(is_gone, pids)))
-    assert surroundings() == before
+    assert surroundings(tmp_path) == before

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import numpy as np
@@ -111,10 +112,20 @@ def test_what_a_peer_reads_comes_at_the_pace_of_the_node_that_has_it(tmp_path: P
 
 
 def test_a_piece_that_is_larger_than_the_buffer_of_its_connection_is_seen_on_its_way() -> None:
+    looked = Event()
+
     class SlowKeeper(StubKeeper):
         def sink(self, put: Put) -> StubSink:
-            sink = super().sink(put)
-            sink.received = lambda nbytes: time.sleep(0.01)  # type: ignore[method-assign]
+            sink, received = super().sink(put), 0
+
+            def receive(nbytes: int) -> None:
+                nonlocal received
+                received += nbytes
+                # The buffers hold the rest or not, which depends on the machine. So it is slow at the end.
+                if received > 20 * MIB:
+                    looked.wait(0.02)
+
+            sink.received = receive  # type: ignore[method-assign]
             return sink
 
     class Whole:
@@ -127,6 +138,7 @@ def test_a_piece_that_is_larger_than_the_buffer_of_its_connection_is_seen_on_its
 
         def left(self, nbytes: int) -> float:
             self.seen.append(nbytes)
+            looked.set()
             return 0.001
 
     pace, nbytes = Whole(), 32 * MIB

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import holdfast
 from holdfast import LazyTensor, NotFoundError, View
+from tests.support import nursery
 
 DATA = torch.arange(40.0).reshape(8, 5)
 
@@ -36,7 +37,13 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_of_a_loader_read_from_a_view(run: Path, method: str) -> None:
+def test_workers_of_a_loader_read_from_a_view(run: Path, tmp_path: Path, method: str) -> None:
+    # The threads of other tests could hold a lock at the fork, so a process of its own forks.
+    process = nursery.start(read_in_a_worker, run, method, err=tmp_path / "err")
+    assert process.wait(60) == 0, process.err
+
+
+def read_in_a_worker(run: Path, method: str) -> None:
     view = holdfast.open(run)
     assert torch.equal(view["rows"][...], DATA)
     rows = Rows(view, view["rows"])
