@@ -36,9 +36,10 @@ from holdfast.run import holds
 from holdfast.run.complete import check_files, check_present, complete, read_manifest, seal_and_commit
 from holdfast.run.diagnosis import examine, finish, remove
 from holdfast.run.history import Run
+from holdfast.run.loads import Load
 from holdfast.run.removal import remove_checkpoint
 from holdfast.run.rollback import rollback
-from holdfast.run.session import Load, Session
+from holdfast.run.session import Session
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 from holdfast.testing.memory_store import MemoryStore

@@ -15,9 +15,10 @@ from holdfast.format.records import Place
 from holdfast.format.tombstones import removed_key
 from holdfast.run.committed_places import FIRST_NAMES
 from holdfast.run.history import Run, resolve
+from holdfast.run.loads import Load
 from holdfast.run.paths import Selection
 from holdfast.run.rollback import rollback
-from holdfast.run.session import Load, Session
+from holdfast.run.session import Session
 from holdfast.store.base import Location
 from holdfast.testing.memory_store import MemoryStore
 from tests.run.test_history import new_run, open_epoch, save

@@ -9,8 +9,9 @@ import pytest
 from holdfast.errors import ConfigurationError, FencedError, HoldfastError
 from holdfast.format.records import Place, Why
 from holdfast.run.history import Run
+from holdfast.run.loads import Load
 from holdfast.run.removal import remove_checkpoint
-from holdfast.run.session import Load, Session, Takeover
+from holdfast.run.session import Session, Takeover
 from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 from holdfast.testing.memory_store import MemoryStore

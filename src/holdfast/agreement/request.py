@@ -11,7 +11,8 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Place
 from holdfast.plan.save import CheckpointIdentity
 from holdfast.run.history import Run
-from holdfast.run.session import JOB, NEVER_LOADED, Sources, Takeover
+from holdfast.run.loads import NEVER_LOADED, Sources
+from holdfast.run.session import JOB, Takeover
 from holdfast.store.timed import TimedStore
 
 _log = logging.getLogger(__name__)

@@ -28,7 +28,8 @@ from holdfast.format.values import Node
 from holdfast.node_memory.node_folder import memory_error
 from holdfast.node_memory.slots import Slot
 from holdfast.phases import Stopwatch, attempt
-from holdfast.run.session import Sources, Takeover
+from holdfast.run.loads import Sources
+from holdfast.run.session import Takeover
 from holdfast.snapshot.capture import Snapshot
 from holdfast.snapshot.device import Queued
 from holdfast.snapshot.guard import Hold

@@ -14,8 +14,9 @@ from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.control.deadline import Deadline
 from holdfast.control.torch_store import default_channel
 from holdfast.phases import LOG, attempt
+from holdfast.run.loads import Load
 from holdfast.run.paths import some_quoted
-from holdfast.run.session import JOB, Load
+from holdfast.run.session import JOB
 from holdfast.state.identity import parts_of
 from holdfast.store.base import Location
 from holdfast.store.timed import TimedStore

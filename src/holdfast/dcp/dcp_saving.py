@@ -23,7 +23,7 @@ from holdfast.dcp.torch_saving import AsyncCheckpointerType, AsyncSaveResponse, 
 from holdfast.errors import FencedError
 from holdfast.phases import attempt, done
 from holdfast.reports import SaveReport
-from holdfast.run.session import Sources
+from holdfast.run.loads import Sources
 from holdfast.saving import save_over
 from holdfast.state.identity import sources_of
 from holdfast.state.sharded_tensors import is_sharded

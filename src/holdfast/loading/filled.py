@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 from holdfast.cooperative.reading import CooperativeReading
 from holdfast.errors import HoldfastError
-from holdfast.run.session import JOB, TORN, Identity, Load
+from holdfast.run.loads import TORN, Identity, Load
+from holdfast.run.session import JOB
 from holdfast.state.binding import Binding
 from holdfast.state.identity import TensorMemory, found_in
 

@@ -43,10 +43,10 @@ from holdfast.reports import LoadReport, ReadSource
 from holdfast.run.fallback import Skipped, is_damage, resolve_sound
 from holdfast.run.history import Located, Run, is_folder, resolve
 from holdfast.run.leases import ReadLease, leased
+from holdfast.run.loads import Load, MadeEqual
 from holdfast.run.lost_head import lost_head
 from holdfast.run.paths import Selection
 from holdfast.run.second_reading import remember_damage
-from holdfast.run.session import Load, MadeEqual
 from holdfast.state.bind import bind
 from holdfast.state.binding import Binding
 from holdfast.state.differences import is_leaf

@@ -10,7 +10,7 @@ from holdfast.format.records import Commit, Place
 from holdfast.run.history import Run
 
 if TYPE_CHECKING:
-    from holdfast.run.session import Load
+    from holdfast.run.loads import Load
 
 
 def unloaded(run: Run, head: Commit, *, unused: Load | None, moved_from: str | None) -> ConfigurationError:

@@ -38,8 +38,9 @@ from holdfast.options import check_flag
 from holdfast.phases import LOG, Stopwatch, attempt, done, told
 from holdfast.progress import PATIENCE_S, of_first_rank, progress
 from holdfast.reports import SaveReport
+from holdfast.run.loads import Sources
 from holdfast.run.paths import parse
-from holdfast.run.session import Sources, Takeover
+from holdfast.run.session import Takeover
 from holdfast.saving.messages import ANSWERS, GIVEN_UP, Planned, Written
 from holdfast.saving.rank_loss import commit_after_rank_loss, is_desertion
 from holdfast.saving.shares import share_in, write_share

@@ -24,7 +24,8 @@ from holdfast.frameworks.known_types import unwrapped
 from holdfast.frameworks.module import innermost
 from holdfast.frameworks.piecewise import Piecewise
 from holdfast.frameworks.registry import adapter_of
-from holdfast.run.session import JOB, NEVER_LOADED, FilledMemory, Identity, Sources, StatePart
+from holdfast.run.loads import NEVER_LOADED, FilledMemory, Identity, Sources, StatePart
+from holdfast.run.session import JOB
 from holdfast.state.local_placements import local_parts
 from holdfast.state.per_rank import PerRank
 from holdfast.state.sharded_tensors import is_sharded
