@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.checkpointer.save_errors import skipped_in_memory, stopped, too_slow, unless_known
 from holdfast.checkpointer.snapshot_messages import MemoryStatus, SnapshotRoom
+from holdfast.format.records import Place
 from holdfast.signing import KEYS, signed
 
 
@@ -36,3 +37,12 @@ def test_ranks_without_a_free_slot_are_named_in_a_sentence(world_size: int, name
     assert f"No slot of {named}became free" in str(too_slow(found, 60))
     assert f"the snapshots of {named}are not durable yet" in found.why_full
     assert f"no slot of {named}is free" in str(skipped_in_memory(3, found))
+
+
+def test_a_save_that_waits_for_copies_on_other_nodes_does_not_say_that_it_waits_for_storage() -> None:
+    durable = MemoryStatus(None, is_free=False, oldest=Place(1, 3), given_up=(), is_as_before=True)
+    unprotected = MemoryStatus(
+        None, is_free=False, oldest=Place(1, 3), given_up=(), is_as_before=True, awaits_peers=True
+    )
+    found = SnapshotRoom.of([durable, unprotected], "run")
+    assert found.why_full == "the newest snapshots of ranks 0, 1 are not protected by other nodes yet"

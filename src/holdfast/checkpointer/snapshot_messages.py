@@ -35,6 +35,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
       restore.
     - ``left_s``: the seconds until the machine of this rank is taken away, as far as the rank knows.
     - `run_id`: the id of the run that the rank's memory belongs to (None: it is not known yet).
+    - `awaits_peers`: other nodes do not protect the newest snapshot of this rank yet.
     """
 
     sealed: Place | None
@@ -51,6 +52,7 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     has_left: bool = False
     left_s: float = math.inf
     run_id: str | None = None
+    awaits_peers: bool = False
 
     def has_room(self, needed: Place | None) -> bool:
         """Whether the rank has a slot to fill, given that checkpoints before `needed` are not needed any more."""
@@ -77,6 +79,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
       before. Then `full` is empty as long as the save may wait, and has all ranks when it waits no longer.
     - `looks_again`: all ranks are to look again at what earlier jobs left in memory.
     - `is_new_run`: the memory of some rank does not belong to the run yet. Then all look at their slots again.
+    - `awaits_peers`: other nodes do not protect the newest snapshot of some rank in `full` yet.
     """
 
     run_id: str
@@ -92,6 +95,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
     awaits_commit: bool = False
     looks_again: bool = False
     is_new_run: bool = False
+    awaits_peers: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -103,6 +107,8 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
         """The reason why the next save may not begin."""
         if self.awaits_commit:
             return "the checkpoint that was restored from memory is not committed yet"
+        if self.awaits_peers:
+            return f"the newest snapshots of {self.full_ranks} are not protected by other nodes yet"
         return f"the snapshots of {self.full_ranks} are not durable yet"
 
     @property
@@ -129,6 +135,7 @@ class SnapshotRoom(msgspec.Struct, frozen=True, array_like=True):
         return SnapshotRoom(
             *(run_id, needed, full, given_up, as_before, trouble, reached, all_looked, backoff, held_up),
             is_new_run=any(standing.run_id != run_id for standing in standings),
+            awaits_peers=any(standings[number].awaits_peers for number in full),
         )
 
 

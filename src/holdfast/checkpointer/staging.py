@@ -310,7 +310,8 @@ class Stager:
         if self._partless is not None and is_safe(self._partless[1]):
             mine.append(self._partless[0])  # this rank has no part of it, so none is missing
         sealed = max(mine, default=whole)
-        return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest)
+        awaits_peers = oldest is not None and newest != arena.newest_sealed()
+        return msgspec.structs.replace(known, sealed=sealed, is_free=is_free, oldest=oldest, awaits_peers=awaits_peers)
 
     def _is_safe(self, folder: NodeFolder) -> Callable[[str], bool]:
         """Whether a checkpoint that is sealed here makes older ones needless: it is protected, or is not to be. While
