@@ -15,6 +15,12 @@ def test_a_domain_without_a_name_is_refused(domain: str) -> None:
         Memory(protect=Copies(1), domain=domain)
 
 
+def test_the_path_of_a_file_given_as_text_is_no_domain() -> None:
+    """It was the domain `etc/x` of every node, and the job heard only that all nodes were in it."""
+    with pytest.raises(ValueError, match=r"looks like the path of a file.*pass Path\('/etc/x'\)"):
+        Memory(protect=Copies(1), domain="/etc/x")
+
+
 @pytest.mark.parametrize("domain", [7, b"rack-7", ("block-2", "rack-7")])
 def test_a_domain_of_another_type_is_refused(domain: object) -> None:
     with pytest.raises(TypeError, match="domain is the name of a failure domain"):

@@ -79,6 +79,11 @@ class Memory:
             raise ValueError(
                 f"domain is {domain!r}, which names no failure domain; pass None, or such as 'block-2/rack-7'"
             )
+        if isinstance(domain, str) and domain.lstrip().startswith("/"):
+            raise ValueError(
+                f"domain is {domain!r}, which looks like the path of a file, but text is the name of a domain itself; "
+                f"pass Path({domain.strip()!r}) for a file that has the name, or a name such as 'block-2/rack-7'"
+            )
 
     def _check_pacing(self) -> None:
         if self.protect_pace not in get_args(PaceMode):

@@ -84,6 +84,7 @@ def _completed(given: Given, *, as_json: bool) -> Given:
         screen.print()
         given = given._replace(
             memory=given.memory or found.memory,
+            peers=given.peers or found.peers,
             durable=given.durable or found.durable,
             step=given.step or found.step,
             size=given.size or found.size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from statistics import median
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from holdfast.cli.recorded import events_folder, events_in
 from holdfast.errors import ConfigurationError, CorruptError, NotFoundError
@@ -15,19 +15,24 @@ from holdfast.telemetry.rank_saves import RankRestore, job_events
 from holdfast.telemetry.run_figures import job_saves, step_figures
 from holdfast.wording import duration
 
+#: Where each tier lies.
+_PLACES: Final = {"memory": "memory", "peers": "the memory of other nodes", "durable": "storage"}
+
 
 class MeasuredJob(NamedTuple):
     """The options that describe the jobs of a run, in the form in which a user gives them; "" for what no event
     tells. `unknown` says what is missing."""
 
     memory: str
+    peers: str
     durable: str
     step: str
     size: str
     unknown: list[str]
 
     def __str__(self) -> str:
-        named = {"--memory": self.memory, "--durable": self.durable, "--step": self.step, "--size": self.size}
+        tiers = {"--memory": self.memory, "--peers": self.peers, "--durable": self.durable}
+        named = tiers | {"--step": self.step, "--size": self.size}
         return " ".join(f"{option} {text}" for option, text in named.items() if text)
 
 
@@ -47,6 +52,7 @@ def measured(run: str, events: str) -> MeasuredJob:
     steps = step_figures(job.steps)
     durable = [(save.blocked_s, save.durable_s) for save in saves if save.durable_s is not None]
     in_memory = [(save.blocked_s, save.in_memory_at_s - save.begun_s) for save in saves if save.in_memory_at_s]
+    protected = [(save.blocked_s, save.protected_s) for save in saves if save.protected_s is not None]
     if not durable:
         raise ConfigurationError(
             f"no save of '{found.storage.location.url}' became durable while events were recorded.",
@@ -57,6 +63,7 @@ def measured(run: str, events: str) -> MeasuredJob:
     slow_down = 0.0 if steps is None or steps.slowdown is None else steps.slowdown
     return MeasuredJob(
         memory=_tier("memory", in_memory, _restores(job.restores, "node memory"), 0.0, unknown),
+        peers=_tier("peers", protected, _restores(job.restores, "peer memory"), 0.0, unknown),
         durable=_tier("durable", durable, _restores(job.restores, "storage"), min(slow_down, 1.0), unknown),
         step="" if steps is None else _seconds(steps.quiet_s),
         size=_head_size(found),
@@ -78,7 +85,7 @@ def _tier(
     blocked_s, latency_s = (median(each) for each in zip(*saves, strict=True))
     if not restores_s:
         unknown.append(
-            f"No job has restored from {'storage' if name == 'durable' else name}: the time of a save, "
+            f"No job has restored from {_PLACES[name]}: the time of a save, "
             f"{duration(latency_s)}, stands for it. If you know better, give --{name}."
         )
     share = f",{100 * slow_down:.1f}%" if slow_down else ""

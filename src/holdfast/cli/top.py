@@ -30,6 +30,7 @@ from holdfast.telemetry.run_figures import (
     last_job_restored_s,
     missed_in_a_row,
     newest_in_memory,
+    protection_figures,
     step_figures,
 )
 from holdfast.wording import count, duration
@@ -82,6 +83,18 @@ def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
         told.append(f"steps: {duration(steps.quiet_s)}, slow-down during saves {steps.slowdown_text}")
     if told:
         yield Text("; ".join(told))
+    yield from _protection(job, saves)
+
+
+def _protection(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
+    """What the newest job knows of the protection of its saves, if it asked for any."""
+    since_s = last_job_restored_s(job.restores)
+    own = [save for save in saves if save.begun_s >= since_s]
+    figures = protection_figures(own)
+    if figures is not None:
+        newest_s = max((save.begun_s for save in own if save.protected_s is not None), default=None)
+        newest = "none" if newest_s is None else _old(newest_s)
+        yield Text(printable(f"newest state that other nodes protect: {newest}; saves: {figures}"))
 
 
 def _durable_s(run: Run, head: RunHead, saves: Sequence[JobSave]) -> float | None:

@@ -14,14 +14,17 @@ from holdfast.checkpointer.events import (
     SaveDelayed,
     SaveFailed,
     SaveHeld,
+    SaveProtected,
     SaveReturned,
     SaveSealed,
     SaveSkipped,
     SaveStaged,
+    SaveUnprotected,
     SaveUnwatched,
     StateRestored,
     StepsTimed,
 )
+from holdfast.telemetry.rank_saves import UNASKED
 
 
 class Measure(NamedTuple):
@@ -37,8 +40,18 @@ class Measure(NamedTuple):
 
 BLOCKED: Final = Measure("save_blocked", "duration", "seconds", "time for which a save kept training")
 STAGED: Final = Measure("save_staged", "duration", "seconds", "from the call until this rank's part is copied")
+PROTECTED: Final = Measure(
+    "save_protected", "duration", "seconds", "from the call until the memory of other nodes protects the checkpoint"
+)
 DURABLE: Final = Measure("save_durable", "duration", "seconds", "from the call until the checkpoint is durable")
 SAVES: Final = Measure("saves", "counter", "", "saves by the way in which they ended", ("outcome",))
+UNPROTECTED: Final = Measure(
+    "saves_unprotected",
+    "counter",
+    "",
+    "saves that are not protected as protect= asks, by the code of the error",
+    ("code",),
+)
 DELAYS: Final = Measure("save_delays", "counter", "", "failed tries to make a checkpoint durable")
 SAVED: Final = Measure("saved", "counter", "bytes", "bytes of this rank's parts of durable checkpoints")
 DURABLE_STEP: Final = Measure("durable_step", "gauge", "", "step of the newest durable checkpoint")
@@ -61,7 +74,7 @@ STEP: Final = Measure(
 )
 DROPPED: Final = Measure("events_dropped", "counter", "", "events that listeners were too slow to hear")
 MEASURES: Final = (
-    *(BLOCKED, STAGED, DURABLE, SAVES, DELAYS, SAVED),
+    *(BLOCKED, STAGED, PROTECTED, DURABLE, SAVES, UNPROTECTED, DELAYS, SAVED),
     *(DURABLE_STEP, RECOVERY_POINT, RECOVERY_POINT_AGE, RECOVERY_POINT_STEPS, MISSED),
     *(MEMORY_RECOVERY_POINT, RESTORE, STEP, DROPPED),
 )
@@ -93,13 +106,18 @@ class Readings:
 
     def __init__(self) -> None:
         self._begun: dict[tuple[EventSource, int], _Begun] = {}
+        #: The same until it is known whether a save is protected, which may come after its end.
+        self._unclear: dict[tuple[EventSource, int], float] = {}
 
     def of(self, event: Event, source: EventSource) -> list[Reading]:
         """The readings that `event` gives."""
         match event:
             case SaveBegun():
                 self._begun.setdefault((source, event.step), _Begun(event.at.clock_s, event.at.unix_s))
+                self._unclear[source, event.step] = event.at.clock_s
                 return []
+            case SaveProtected() | SaveUnprotected():
+                return self._protected(event, source)
             case SaveReturned():
                 return [Reading(BLOCKED, event.blocked_s)]
             case SaveStaged() | SaveSealed():
@@ -119,10 +137,18 @@ class Readings:
             return [Reading(STAGED, event.at.clock_s - begun.clock_s)]
         return [Reading(MEMORY_RECOVERY_POINT, begun.unix_s)]
 
+    def _protected(self, event: SaveProtected | SaveUnprotected, source: EventSource) -> list[Reading]:
+        begun_s = self._unclear.pop((source, event.step), None)
+        if isinstance(event, SaveProtected):
+            return [] if begun_s is None else [Reading(PROTECTED, event.at.clock_s - begun_s)]
+        return [Reading(UNPROTECTED, 1, (event.error.code,))] if event.error.code != UNASKED else []
+
     def _ended(
         self, event: SaveCommitted | SaveHeld | SaveSkipped | SaveFailed | SaveUnwatched, source: EventSource
     ) -> list[Reading]:
         begun = self._begun.pop((source, event.step), None)
+        if isinstance(event, SaveSkipped | SaveFailed):
+            self._unclear.pop((source, event.step), None)
         if isinstance(event, SaveHeld) and begun is not None:
             return [Reading(MEMORY_RECOVERY_POINT, begun.unix_s)]
         if not isinstance(event, SaveCommitted):

@@ -26,6 +26,7 @@ from holdfast.checkpointer.events import (
     SaveReturned,
     SaveSkipped,
     SaveStaged,
+    SaveUnprotected,
     SaveUnwatched,
     StateRestored,
     StepLess,
@@ -145,7 +146,7 @@ def _trouble(event: Event) -> tuple[str, str]:
     match event:
         case SaveDelayed():
             return "", event.trouble
-        case SaveSkipped() | SaveUnwatched() | SaveFailed() | ExportFailed():
+        case SaveSkipped() | SaveUnwatched() | SaveFailed() | SaveUnprotected() | ExportFailed():
             return event.error.code, event.error.message
         case RestoreFailed(error=HoldfastError() as error):
             return error.code, error.message

@@ -14,7 +14,7 @@ from holdfast.errors import printable
 from holdfast.reports import size
 from holdfast.telemetry.moments import moment_text
 from holdfast.telemetry.rank_saves import JobEvents, RankRestore
-from holdfast.telemetry.run_figures import JobSave, RecordedHistory
+from holdfast.telemetry.run_figures import JobSave, RecordedHistory, protection_figures
 from holdfast.wording import count, duration
 
 #: Most rows of the ledger.
@@ -61,7 +61,7 @@ def _rows(history: RecordedHistory, saves: Sequence[JobSave], job: JobEvents) ->
             size(commit.nbytes),
             "" if save is None else duration(save.blocked_s),
             "" if durable_s is None else duration(durable_s),
-            "head" if commit.place == history.head else "",
+            "; ".join(["head"] * (commit.place == history.head) + ([] if save is None else _protection([save]))),
         )
     restores = [restore for restore in job.restores if restore.rank == 0 and restore.step is not None]
     yield from _save_rows([save for save in saves if save.place not in committed], restores)
@@ -104,12 +104,19 @@ def _memory_row(saves: Sequence[JobSave]) -> _LedgerRow:
     first, last = saves[0], saves[-1]
     steps = f"steps {first.step:,} to {last.step:,}" if len(saves) > 1 else f"step {first.step:,}"
     outcomes = Counter(save.outcome for save in saves)
+    told = ", ".join(f"{number:,} {outcome}" for outcome, number in outcomes.items())
     return _LedgerRow(
         last.begun_s,
         f"{count(len(saves), 'save')} to memory alone",
         blocked=duration(median(save.blocked_s for save in saves)),
-        remark=f"{steps}: {', '.join(f'{number:,} {outcome}' for outcome, number in outcomes.items())}",
+        remark="; ".join([f"{steps}: {told}", *_protection(saves)]),
     )
+
+
+def _protection(saves: Sequence[JobSave]) -> list[str]:
+    """The protection of saves, where a job asked for it."""
+    figures = protection_figures(saves)
+    return [] if figures is None else [str(figures)]
 
 
 def _cells(row: _LedgerRow) -> str:

@@ -24,6 +24,7 @@ from holdfast.telemetry.run_figures import (
     job_saves,
     memory_points,
     newest_in_memory,
+    protection_figures,
     recovery_points,
     step_figures,
 )
@@ -88,6 +89,12 @@ def _tiles(picture: RunPicture, saves: Sequence[JobSave]) -> str:
         tiles.append((duration(median(blocked)), "training blocked by a save (median)"))
     if durable:
         tiles.append((duration(median(durable)), "until a save is durable (median)"))
+    protection = protection_figures(saves)
+    if protection is not None:
+        shown = f"{protection.num_protected:,} of {protection.num_known:,}"
+        tiles.append((shown, "saves protected against the loss of nodes"))
+        if protection.protected_s is not None:
+            tiles.append((duration(protection.protected_s), "until a save is protected (median)"))
     steps = step_figures(picture.job.steps)
     if steps is not None:
         during = f"longer step time while a save is under way ({count(steps.num_saving, 'step')})"
@@ -163,9 +170,13 @@ def _times(saves: Sequence[JobSave]) -> list[str]:
         for number, (name, kind) in enumerate(kinds)
         if kind
     ]
+    protected = [(float(save.step), save.protected_s) for save in saves if save.protected_s is not None]
+    lines = [Curve("until durable", durable)]
+    if protected:
+        lines.append(Curve("until other nodes protect it", protected, 1))
     return [
         "<h2>Time until durable</h2>",
-        line_chart("Time until each save is durable", [Curve("until durable", durable)], x_text=_step, y_text=duration),
+        line_chart("Time until each save is durable", lines, x_text=_step, y_text=duration),
         "<h2>Training blocked</h2>",
         '<p class="about">The time of the call of <code>save</code> on the slowest rank.</p>',
         line_chart("Time for which saves blocked training", blocked, x_text=_step, y_text=duration),

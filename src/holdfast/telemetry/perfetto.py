@@ -16,8 +16,8 @@ Argument = str | int | float
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
-    """One event of a trace. `ph` is its kind: ``X`` has a duration, ``M`` names a track. Times are in microseconds;
-    `pid` is the rank, `tid` the track."""
+    """One event of a trace. `ph` is its kind: ``X`` has a duration, ``i`` has none, ``M`` names a track. Times are in
+    microseconds; `pid` is the rank, `tid` the track."""
 
     name: str
     ph: str
@@ -76,10 +76,16 @@ class _Tracks:
             "outcome": save.outcome,
             "delays": save.num_delays,
         }
+        if save.unprotected:
+            about["unprotected"] = save.unprotected
         if save.blocked is not None:
             yield self._event(f"save of step {save.step}", save.rank, _TRAINING, save.blocked, about, cat="blocked")
         name = f"step {save.step}" if save.outcome == "committed" else f"step {save.step}: {save.outcome}"
-        yield from self._nested(name, save.rank, self._track(save), save.spans, about, save.begun_s)
+        track = self._track(save)
+        yield from self._nested(name, save.rank, track, save.spans, about, save.begun_s)
+        if save.protected_at_s is not None:
+            at = round(1e6 * (save.protected_at_s - self._begun_s))
+            yield TraceEvent(f"step {save.step} is protected", "i", save.rank, track, at, cat="protection")
 
     def _track(self, save: RankSave) -> int:
         """The first track that is free while `save` lasts."""

@@ -27,6 +27,8 @@ _ENDED_PHASES: Final = {
     "SaveCommitted": "store",
 }
 UNDER_WAY: Final = "under way"
+#: The code by which a save is unprotected because nobody asked for more.
+UNASKED: Final = "config.unprotected"
 
 
 class PhaseSpan(NamedTuple):
@@ -41,7 +43,8 @@ class PhaseSpan(NamedTuple):
 class RankSave:
     """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. With
     `memory_only`, it is to stay in memory. `nbytes` is the size of this rank's part. `trouble` is why a try to make it
-    durable failed, or why the save ended without a checkpoint."""
+    durable failed, or why the save ended without a checkpoint. `protected_at_s` is when other nodes protected it;
+    `unprotected` is why they do not, as `protect=` asks ("": they do, or that is not known yet, or nobody asks)."""
 
     rank: int
     host: str
@@ -57,6 +60,8 @@ class RankSave:
     spans: list[PhaseSpan] = field(default_factory=list)
     num_delays: int = 0
     trouble: str = ""
+    protected_at_s: float | None = None
+    unprotected: str = ""
 
     @property
     def durable_s(self) -> float | None:
@@ -187,6 +192,10 @@ def _go_on(save: RankSave, record: EventRecord, at_s: float) -> None:
         case "SaveDelayed":
             save.num_delays += 1
             save.trouble = record.message
+        case "SaveProtected":
+            save.protected_at_s = at_s
+        case "SaveUnprotected" if record.error not in ("", UNASKED):
+            save.unprotected = record.message or record.error
         case "SaveReturned":
             blocked_s = record.seconds.get("blocked", 0.0)
             save.blocked = PhaseSpan("blocked", at_s - blocked_s, blocked_s)

@@ -12,6 +12,7 @@ from holdfast.errors import CorruptError, NotFoundError
 from holdfast.format.records import Commit, Epoch, Place
 from holdfast.run.history import Run
 from holdfast.telemetry.rank_saves import RankRestore, RankSave, RankSteps
+from holdfast.wording import duration
 
 #: What the heat map shows beside the phases: how long the call kept training, and the whole until it is durable.
 BLOCKED, DURABLE = "blocked", "durable"
@@ -112,6 +113,20 @@ class JobSave:
         moments = [each.in_memory_at_s for each in self.ranks]
         known = [at_s for at_s in moments if at_s is not None]
         return max(known) if len(known) == len(moments) else None
+
+    @property
+    def protected_s(self) -> float | None:
+        """The time from the first call until other nodes protected the checkpoint, as the first rank saw it; None if no
+        rank saw that."""
+        seen = [each.protected_at_s for each in self.ranks if each.protected_at_s is not None]
+        return min(seen) - self.begun_s if seen else None
+
+    @property
+    def unprotected(self) -> str:
+        """Why other nodes do not protect the checkpoint, as `protect=` asks; "" if they do, or that is not known."""
+        if self.protected_s is not None:
+            return ""
+        return next((each.unprotected for each in self.ranks if each.unprotected), "")
 
     @property
     def nbytes(self) -> int:
@@ -234,6 +249,33 @@ def missed_in_a_row(saves: Iterable[JobSave]) -> int:
         elif save.outcome == "committed":
             number = 0
     return number
+
+
+class ProtectionFigures(NamedTuple):
+    """Of how many saves is it known whether other nodes protect them, and of how many they do; the median time until
+    then (None: of none); and why the newest one that they do not protect has no protection ("": there is none)."""
+
+    num_known: int
+    num_protected: int
+    protected_s: float | None
+    why_not: str
+
+    def __str__(self) -> str:
+        after = "" if self.protected_s is None else f" after {duration(self.protected_s)}"
+        told = f"{self.num_protected:,} of {self.num_known:,} protected{after}"
+        if self.num_known == 1:
+            told = f"protected{after}" if self.num_protected else ""
+        return "; ".join(filter(None, [told, f"not protected: {self.why_not}" if self.why_not else ""]))
+
+
+def protection_figures(saves: Iterable[JobSave]) -> ProtectionFigures | None:
+    """The figures of `saves`; None where no job asked for protection, or none of them is that far."""
+    known = [save for save in saves if save.protected_s is not None or save.unprotected]
+    if not known:
+        return None
+    times = [save.protected_s for save in known if save.protected_s is not None]
+    why_not = next((save.unprotected for save in reversed(known) if save.unprotected), "")
+    return ProtectionFigures(len(known), len(times), median(times) if times else None, why_not)
 
 
 class StepFigures(NamedTuple):
