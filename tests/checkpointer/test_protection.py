@@ -16,6 +16,7 @@ from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
+from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -132,6 +133,21 @@ def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path
         assert copy_names(folder) == []
     lose(run, nodes[2])
     assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+def test_a_new_node_without_memory_for_what_was_lost_leaves_it_to_the_others(tmp_path: Path, nodes: list[Path]) -> None:
+    """The snapshot was given up for an older one, or for storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
+    lose(run, nodes[1])
+    with mounted(tmp_path / "small", "tmpfs", "size=1m") as small:
+        there = [nodes[0], small, nodes[2], nodes[3]]
+        try:
+            assert run_ranks(4, restored_tiers, run, there) == FROM_PEERS * 4
+        finally:
+            end_keepers(small)
+        with folder_of(run, small) as folder:
+            assert copy_names(folder) == []
 
 
 def train_on(run: str, node_dirs: Sequence[Path]) -> list[bool]:
