@@ -135,6 +135,7 @@ def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path
     assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
 
 
+@pytest.mark.slow
 def test_a_new_node_without_memory_for_what_was_lost_leaves_it_to_the_others(tmp_path: Path, nodes: list[Path]) -> None:
     """The snapshot was given up for an older one, or for storage."""
     run = str(tmp_path / "run")
