@@ -85,10 +85,10 @@ def test_the_page_and_the_trace_tell_of_protection() -> None:
     figures = protection_figures(job_saves(job.saves))
     assert figures is not None
     assert figures[:3] == (3, 2, 1.0)
-    assert str(figures).startswith(f"2 of 3 protected after 1 s; not protected: {WHY}")
+    assert str(figures).startswith(f"2 of 3 saves protected after 1 s; not protected: {WHY}")
     text = page(dataclasses.replace(picture_of(num_saves=0), job=job))
     assert "<b>2 of 3</b><span>saves protected against the loss of nodes</span>" in text
-    assert f"steps 1 to 3: 3 held; 2 of 3 protected after 1 s; not protected: {WHY}" in text
+    assert f"steps 1 to 3: 3 held; 2 of 3 saves protected after 1 s; not protected: {WHY}" in text
     assert "until other nodes protect it" in text
     events = trace_of(job).trace_events
     assert [(each.name, each.ts) for each in events if each.ph == "i"] == [
@@ -116,7 +116,7 @@ def test_top_has_the_age_of_the_newest_protected_state_and_why_others_are_not(ru
     write_records(Path(f"{run}.events"), records(ASKED))
     (line,) = (each for each in holdfast_command("top", run).lines if "protect" in each)
     assert line.startswith("newest state that other nodes protect: ")
-    assert f" old; saves: 2 of 3 protected after 1 s; not protected: {WHY}" in line
+    assert f" old; 2 of 3 saves protected after 1 s; not protected: {WHY}" in line
 
 
 def test_advise_takes_the_times_of_protection_for_peers(run: str) -> None:

@@ -94,7 +94,7 @@ def _protection(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
     if figures is not None:
         newest_s = max((save.begun_s for save in own if save.protected_s is not None), default=None)
         newest = "none" if newest_s is None else _old(newest_s)
-        yield Text(printable(f"newest state that other nodes protect: {newest}; saves: {figures}"))
+        yield Text(printable(f"newest state that other nodes protect: {newest}; {figures}"))
 
 
 def _durable_s(run: Run, head: RunHead, saves: Sequence[JobSave]) -> float | None:

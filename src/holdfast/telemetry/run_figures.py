@@ -262,7 +262,7 @@ class ProtectionFigures(NamedTuple):
 
     def __str__(self) -> str:
         after = "" if self.protected_s is None else f" after {duration(self.protected_s)}"
-        told = f"{self.num_protected:,} of {self.num_known:,} protected{after}"
+        told = f"{self.num_protected:,} of {self.num_known:,} saves protected{after}"
         if self.num_known == 1:
             told = f"protected{after}" if self.num_protected else ""
         return "; ".join(filter(None, [told, f"not protected: {self.why_not}" if self.why_not else ""]))
