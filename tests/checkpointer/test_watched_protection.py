@@ -14,13 +14,15 @@ from holdfast.checkpointer.save_errors import replaced_unprotected
 from holdfast.checkpointer.save_log import SaveLog
 from holdfast.checkpointer.save_machine import SaveMachine
 from holdfast.checkpointer.watcher import Watcher
-from holdfast.errors import StorageError
+from holdfast.errors import DeadlineError, StorageError
 from holdfast.node_memory.generations import mark_protected
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.peering import note_peer_trouble
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from tests.keeper.test_persist import CHECKPOINT, Saved
 from tests.support.keepers import end_keepers
+from tests.support.nursery import until
 
 
 class Watched:
@@ -69,6 +71,18 @@ def test_the_wait_for_protection_does_not_keep_memory_and_ends_with_the_slot(tmp
     with pytest.raises(StorageError, match="replaced in memory") as caught:
         watched.handle.protected.wait(10)
     assert caught.value.code == "storage.unprotected"
+
+
+def test_a_wait_for_protection_in_vain_says_why_the_last_try_failed(tmp_path: Path, stack: ExitStack) -> None:
+    """It said: read the log of the keeper."""
+    watched = Watched(tmp_path, stack)
+    note_peer_trouble(watched.folder, "[storage.peer] the keeper at 10.0.3.17:41735 did not answer")
+    watched.watcher.begin()
+    until(lambda: bool(watched.handle.protected.trouble))
+    with pytest.raises(DeadlineError, match=r"to protect a snapshot failed: .* 10\.0\.3\.17:41735 did not"):
+        watched.handle.protected.wait(0.001)
+    mark_protected(watched.folder, CHECKPOINT)
+    watched.handle.protected.wait(30)
 
 
 def test_the_first_rank_logs_a_save_that_was_not_protected(caplog: pytest.LogCaptureFixture) -> None:

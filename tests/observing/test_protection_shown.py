@@ -12,6 +12,7 @@ from holdfast.checkpointer.save_errors import replaced_unprotected, unprotected
 from holdfast.format.records import Place
 from holdfast.observing import (
     Event,
+    ProtectionDelayed,
     SaveBegun,
     SaveFailed,
     SaveHeld,
@@ -103,6 +104,15 @@ def test_a_job_that_asks_for_no_protection_is_not_called_unprotected() -> None:
     assert protection_figures(job_saves(job.saves)) is None
     assert "protect" not in page(dataclasses.replace(picture_of(num_saves=0), job=job))
     assert all(each.ph != "i" and "unprotected" not in each.args for each in trace_of(job).trace_events)
+
+
+def test_a_save_whose_protection_is_tried_again_shows_why_until_it_is_protected() -> None:
+    """While a peer was away, nothing but the log of the keeper said so."""
+    delayed = save(1, ProtectionDelayed(1, "node 2 did not answer", at=at(11)))
+    figures = protection_figures(job_saves(job_events(records(delayed)).saves))
+    assert str(figures) == "not protected: node 2 did not answer"
+    later = [*delayed, SaveProtected(1, at=at(12))]
+    assert str(protection_figures(job_saves(job_events(records(later)).saves))) == "protected after 2 s"
 
 
 @pytest.fixture

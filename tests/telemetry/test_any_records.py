@@ -27,6 +27,7 @@ EVENTS = (
         "SaveStaged",
         "SaveSealed",
         "SaveProtected",
+        "ProtectionDelayed",
         "SaveUnprotected",
         "SaveHeld",
         "SaveDelayed",

@@ -91,6 +91,14 @@ class SaveProtected(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class ProtectionDelayed(_Timed):
+    """The last try to protect the checkpoint failed; `trouble` says why. The keeper tries again."""
+
+    step: int
+    trouble: str
+
+
+@dataclass(frozen=True, slots=True)
 class SaveUnprotected(_Timed):
     """The checkpoint will not be protected by copies on other nodes; `error` says why. The save goes on."""
 
@@ -273,6 +281,7 @@ SaveEvent = (
     | SaveStaged
     | SaveSealed
     | SaveProtected
+    | ProtectionDelayed
     | SaveUnprotected
     | SaveHeld
     | SaveDelayed

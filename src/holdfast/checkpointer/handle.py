@@ -6,6 +6,7 @@ import time
 
 from holdfast.calls import refuse_nested
 from holdfast.checkpointer.events import (
+    ProtectionDelayed,
     SaveBegun,
     SaveCommitted,
     SaveDelayed,
@@ -31,8 +32,9 @@ from holdfast.options import check_timeout
 class Stage:
     """One stage of a save, which succeeds or fails at some time. Safe for several threads."""
 
-    def __init__(self, what: str, *, begun_s: float) -> None:
+    def __init__(self, what: str, *, begun_s: float, aim: str = "make a snapshot durable") -> None:
         self._what = what
+        self._aim = aim
         self._begun_s = begun_s
         self._over = Latch()
         #: The error with which it failed; None if it has not failed.
@@ -72,7 +74,7 @@ class Stage:
                 f"{self._what} was not finished within {timeout_s} s.",
                 code="timeout.save",
                 action=unless_known(self.trouble, "Wait longer, or read the log of the keeper."),
-                details=last_try(self.trouble),
+                details=last_try(self.trouble, aim=self._aim),
             )
         if self.error is not None:
             raise self.error
@@ -111,7 +113,7 @@ class Handle:
         self.skipped = self.held = False
         self.blocked_s = self.memory_wait_s = 0.0
         self.staged = Stage(f"the copy of step {step}", begun_s=begun_s)
-        self.protected = Stage(f"the protection of step {step}", begun_s=begun_s)
+        self.protected = Stage(f"the protection of step {step}", begun_s=begun_s, aim="protect a snapshot")
         self.durable = Stage(f"the checkpoint of step {step}", begun_s=begun_s)
 
     @property
@@ -130,10 +132,8 @@ class Handle:
                 self.blocked_s = event.blocked_s
             case SaveStaged():
                 self.staged.end(nbytes=event.nbytes)
-            case SaveProtected():
-                self.protected.end()
-            case SaveUnprotected():
-                self.protected.end(event.error)
+            case SaveProtected() | ProtectionDelayed() | SaveUnprotected():
+                self._hear_of_protection(event)
             case SaveBegun(tier="storage"):
                 self.protected.end(unprotected(event.step))
             case SaveDelayed():
@@ -149,6 +149,12 @@ class Handle:
                 self.protected.end(event.error)
                 self.durable.end(event.error)  # first, so that a thread that waits for `staged` finds both
                 self.staged.end(event.error)
+
+    def _hear_of_protection(self, event: SaveProtected | ProtectionDelayed | SaveUnprotected) -> None:
+        if isinstance(event, ProtectionDelayed):
+            self.protected.trouble = event.trouble
+        else:
+            self.protected.end(event.error if isinstance(event, SaveUnprotected) else None)
 
     def wait_for_end(self, timeout_s: float, *, may_be_fenced: bool = False) -> None:
         """Return when the save has ended: when it is durable or `held`. Raises its error if it failed, and

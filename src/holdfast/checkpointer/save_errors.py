@@ -290,6 +290,6 @@ def _lines(text: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in text.splitlines())
 
 
-def last_try(trouble: str) -> tuple[str, ...]:
-    """The details of an error about a snapshot that is not durable yet; `trouble` says why the last try failed."""
-    return (f"The last attempt to make a snapshot durable failed: {trouble}",) if trouble else ()
+def last_try(trouble: str, *, aim: str = "make a snapshot durable") -> tuple[str, ...]:
+    """The details of an error about a snapshot that is not that far yet; `trouble` says why the last try failed."""
+    return (f"The last attempt to {aim} failed: {trouble}",) if trouble else ()

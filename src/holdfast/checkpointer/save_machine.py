@@ -9,6 +9,7 @@ from typing import Final
 
 from holdfast.checkpointer.events import (
     Listener,
+    ProtectionDelayed,
     SaveBegun,
     SaveCommitted,
     SaveDelayed,
@@ -73,6 +74,7 @@ class SaveMachine:
         self.trouble = ""
         #: Whether it is known if copies on other nodes protect the checkpoint. This may come after the end of the save.
         self.is_protection_over = False
+        self._protection_trouble = ""
         self._listeners = listeners
 
     @property
@@ -106,6 +108,12 @@ class SaveMachine:
         if not self.is_protection_over:
             self._tell(SaveProtected(self.step))
             self.is_protection_over = True
+
+    def delay_protection(self, trouble: str) -> None:
+        """A try to protect the checkpoint has failed."""
+        if trouble != self._protection_trouble and not self.is_protection_over:
+            self._protection_trouble = trouble
+            self._tell(ProtectionDelayed(self.step, trouble))
 
     def leave_unprotected(self, error: HoldfastError) -> None:
         """The checkpoint will not be protected."""

@@ -185,8 +185,12 @@ class Watcher:
         with suppress(OSError):  # another thread is giving the memory back
             if is_protected(memory.folder, pending.checkpoint_id):
                 machine.protect()
-            elif slot is not None and not _holds(slot, pending.checkpoint_id):
-                machine.leave_unprotected(replaced_unprotected(machine.step, peer_trouble(memory.folder)))
+                return
+            trouble = peer_trouble(memory.folder)
+            if slot is not None and not _holds(slot, pending.checkpoint_id):
+                machine.leave_unprotected(replaced_unprotected(machine.step, trouble))
+            elif trouble:
+                machine.delay_protection(trouble)
 
     def _look_at_slot(self, pending: _Pending, slot: Slot) -> None:
         machine, checkpoint_id = pending.machine, pending.checkpoint_id

@@ -13,6 +13,7 @@ from holdfast.checkpointer.events import (
     ExportFailed,
     ExportFinished,
     IntervalChosen,
+    ProtectionDelayed,
     RecoveryPointAged,
     RestoreFailed,
     RestoreReturned,
@@ -144,7 +145,7 @@ def _numbers_of_job(event: Event) -> dict[str, int]:
 def _trouble(event: Event) -> tuple[str, str]:
     """The code and the message of the trouble that `event` tells of."""
     match event:
-        case SaveDelayed():
+        case SaveDelayed() | ProtectionDelayed():
             return "", event.trouble
         case SaveSkipped() | SaveUnwatched() | SaveFailed() | SaveUnprotected() | ExportFailed():
             return event.error.code, event.error.message

@@ -44,7 +44,7 @@ class RankSave:
     """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. With
     `memory_only`, it is to stay in memory. `nbytes` is the size of this rank's part. `trouble` is why a try to make it
     durable failed, or why the save ended without a checkpoint. `protected_at_s` is when other nodes protected it;
-    `unprotected` is why they do not, as `protect=` asks ("": they do, or that is not known yet, or nobody asks)."""
+    `unprotected` is why they did not, as `protect=` asks ("": they do, or no try has failed yet, or nobody asks)."""
 
     rank: int
     host: str
@@ -194,6 +194,8 @@ def _go_on(save: RankSave, record: EventRecord, at_s: float) -> None:
             save.trouble = record.message
         case "SaveProtected":
             save.protected_at_s = at_s
+        case "ProtectionDelayed":
+            save.unprotected = record.message
         case "SaveUnprotected" if record.error not in ("", UNASKED):
             save.unprotected = record.message or record.error
         case "SaveReturned":
