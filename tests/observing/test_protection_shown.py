@@ -14,6 +14,7 @@ from holdfast.observing import (
     Event,
     ProtectionDelayed,
     SaveBegun,
+    SaveCommitted,
     SaveFailed,
     SaveHeld,
     SavePlaced,
@@ -79,6 +80,15 @@ def test_measures_count_what_is_protected_how_soon_and_why_the_rest_is_not() -> 
     for event in (*UNASKED, SaveBegun(9, "node memory", is_first_rank=True, at=at(90)), SaveFailed(9, FULL, at=at(91))):
         assert not [each for each in readings.of(event, SOURCE) if each.measure in (PROTECTED, UNPROTECTED)]
     assert not readings.of(SaveProtected(9, at=at(92)), SOURCE)
+
+
+def test_measures_keep_nothing_of_saves_to_storage_whose_protection_no_event_tells() -> None:
+    readings = Readings()
+    for step in range(3):
+        for tier in ("node memory", "storage")[step % 2 :]:  # one to memory may fall back to storage
+            readings.of(SaveBegun(step, tier, is_first_rank=True, at=at(step)), SOURCE)
+        readings.of(SaveCommitted(step, at=at(step + 0.5)), SOURCE)
+    assert readings._begun == readings._unclear == {}
 
 
 def test_the_page_and_the_trace_tell_of_protection() -> None:

@@ -106,7 +106,7 @@ class Readings:
 
     def __init__(self) -> None:
         self._begun: dict[tuple[EventSource, int], _Begun] = {}
-        #: The same until it is known whether a save is protected, which may come after its end.
+        #: The begin of saves to memory until it is known whether they are protected, which may come after their end.
         self._unclear: dict[tuple[EventSource, int], float] = {}
 
     def of(self, event: Event, source: EventSource) -> list[Reading]:
@@ -114,7 +114,10 @@ class Readings:
         match event:
             case SaveBegun():
                 self._begun.setdefault((source, event.step), _Begun(event.at.clock_s, event.at.unix_s))
-                self._unclear[source, event.step] = event.at.clock_s
+                if event.tier == "storage":  # no event tells whether such a save is protected
+                    self._unclear.pop((source, event.step), None)
+                else:
+                    self._unclear[source, event.step] = event.at.clock_s
                 return []
             case SaveProtected() | SaveUnprotected():
                 return self._protected(event, source)
