@@ -85,10 +85,12 @@ def test_measures_count_what_is_protected_how_soon_and_why_the_rest_is_not() -> 
 def test_measures_keep_nothing_of_saves_to_storage_whose_protection_no_event_tells() -> None:
     readings = Readings()
     for step in range(3):
-        for tier in ("node memory", "storage")[step % 2 :]:  # one to memory may fall back to storage
-            readings.of(SaveBegun(step, tier, is_first_rank=True, at=at(step)), SOURCE)
-        readings.of(SaveCommitted(step, at=at(step + 0.5)), SOURCE)
-    assert readings._begun == readings._unclear == {}
+        if step % 2:  # a save to memory may fall back to storage
+            readings.of(SaveBegun(step, "node memory", is_first_rank=True, at=at(step)), SOURCE)
+        readings.of(SaveBegun(step, "storage", is_first_rank=True, at=at(step)), SOURCE)
+        readings.of(SaveCommitted(step, 1000, at=at(step + 0.5)), SOURCE)
+    assert not readings._begun
+    assert not readings._unclear
 
 
 def test_the_page_and_the_trace_tell_of_protection() -> None:
