@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -103,6 +104,24 @@ def state_of(copies: PeerCopies, folder: NodeFolder) -> SlotState:
     slot = copies.named(name)
     assert slot is not None
     return slot.refresh().state
+
+
+def test_a_copy_that_is_being_verified_is_left_alone_by_the_keeper_that_removes_old_ones(
+    saved: Saved, copies: PeerCopies, folders: list[NodeFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first copy of a rank on a node that knows of a protected checkpoint lost its lock to the keeper's look: the
+    sender heard of an AssertionError, and the memory of the copy stayed taken for as long as the keeper lived."""
+    damage_of = keeper_copies._damage
+
+    def looked_meanwhile(incoming: Any) -> str | None:
+        copies.tend(())
+        copies.give_back()
+        return damage_of(incoming)
+
+    mark_protected(folders[1], CHECKPOINT)
+    monkeypatch.setattr(keeper_copies, "_damage", looked_meanwhile)
+    assert received(copies, saved.slots[0]) == CopyKept()
+    assert state_of(copies, folders[1]) == SlotState.HELD
 
 
 def test_a_copy_that_came_in_several_ranges_is_kept_and_not_wanted_again(

@@ -101,6 +101,8 @@ class PeerCopies:
         self._lock = Lock()
         self._copies: dict[str, Slot] = {}
         self._incoming: dict[int, _Incoming] = {}
+        #: The names of copies that have arrived and are being verified.
+        self._verifying: set[str] = set()
         #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
         #: may need one that is older.
         self._rebuilt: dict[str, Place | None] = {}
@@ -222,8 +224,8 @@ class PeerCopies:
         """Give up the reception of a copy."""
         with self._lock:
             incoming = self._incoming.pop(token, None)
-        if incoming is not None:
-            incoming.slot.advance(SlotRecord(SlotState.FREE))
+            if incoming is not None:
+                incoming.slot.advance(SlotRecord(SlotState.FREE))
         return Damaged("it could not be received")
 
     def finish(self, token: int) -> PeerReply:
@@ -233,20 +235,12 @@ class PeerCopies:
             if incoming is None or not self._knows_sealing(incoming) or incoming.num_active:
                 return Damaged("it was not sent as a whole")
             del self._incoming[token]
-        slot, offer = incoming.slot, incoming.offer
+            self._verifying.add(incoming.slot.name)
         try:
-            damage = _damage(incoming)
-        except BaseException:
-            slot.advance(SlotRecord(SlotState.FREE))
-            raise
-        if damage is not None:
-            slot.advance(SlotRecord(SlotState.FREE))
-            return Damaged(damage)
-        slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
-        slot.advance(
-            SlotRecord(SlotState.HELD, offer.contents, offer.digests[0], second_digest="".join(offer.digests[1:]))
-        )
-        return CopyKept()
+            return _verified(incoming)
+        finally:
+            with self._lock:
+                self._verifying.discard(incoming.slot.name)
 
     def _knows_sealing(self, incoming: _Incoming) -> bool:
         """Whether the generation of a copy that is being received has arrived."""
@@ -354,9 +348,9 @@ class PeerCopies:
             self._copies.clear()
 
     def _busy(self) -> set[str]:
-        """The names of the copies that are being received or sent."""
+        """The names of the copies that are being received, verified or sent."""
         received = {each.slot.name for each in self._incoming.values()}
-        return received | self.being_sent | self._readers.names
+        return received | self._verifying | self.being_sent | self._readers.names
 
     def end_transfer(self, incoming: _Incoming) -> None:
         """Note that a range has arrived, or that its connection broke."""
@@ -449,6 +443,22 @@ def _blocks(contents: Contents, start: int, stop: int) -> Iterator[_DataBlock]:
             if block.stop > stop:
                 break
             yield block
+
+
+def _verified(incoming: _Incoming) -> PeerReply:
+    """Keep a copy that has arrived if it is what was offered."""
+    slot, offer = incoming.slot, incoming.offer
+    try:
+        damage = _damage(incoming)
+    except BaseException:
+        slot.advance(SlotRecord(SlotState.FREE))
+        raise
+    if damage is not None:
+        slot.advance(SlotRecord(SlotState.FREE))
+        return Damaged(damage)
+    slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
+    slot.advance(SlotRecord(SlotState.HELD, offer.contents, offer.digests[0], second_digest="".join(offer.digests[1:])))
+    return CopyKept()
 
 
 def _damage(incoming: _Incoming) -> str | None:
