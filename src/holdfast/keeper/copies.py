@@ -31,6 +31,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.keeper.slot_readers import SlotReaders
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
+from holdfast.peers.peer_errors import not_received
 from holdfast.peers.peer_messages import (
     CopyKept,
     CopyWanted,
@@ -192,13 +193,14 @@ class PeerCopies:
         return sum(slot.nbytes >= nbytes for slot in mine)
 
     def sink(self, put: Put) -> GenerationSink | _RangeSink:
-        """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
+        """The memory that takes the bytes of `put`. Raises `StorageError` where the copy is not being received, and
+        `ValueError` for bytes that are no part of it."""
         if isinstance(put, PutGeneration):
             return self._generations.sink(put)
         with self._lock:
             incoming = self._incoming.get(put.token)
             if incoming is None or not self._knows_sealing(incoming):
-                raise ValueError("no such copy is being received")
+                raise not_received()
             if put.start < 0 or put.nbytes < 0 or put.start + put.nbytes > incoming.slot.nbytes:
                 raise ValueError("the range lies outside of the slot")
             incoming.num_active += 1
@@ -207,12 +209,12 @@ class PeerCopies:
 
     @contextmanager
     def filling(self, token: int) -> Iterator[CopyFilling]:
-        """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
-        it."""
+        """The copy `token`, to be filled inside the ``with`` block. Raises `StorageError` where it is not being
+        received."""
         with self._lock:
             incoming = self._incoming.get(token)
             if incoming is None or not self._knows_sealing(incoming):
-                raise ValueError("no such copy is being received")
+                raise not_received()
             incoming.num_active += 1
         try:
             self._rebuilt[incoming.slot.name] = self._generations.newest_protected()
