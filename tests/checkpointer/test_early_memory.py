@@ -356,7 +356,7 @@ def test_memory_that_a_dropped_checkpointer_reserved_goes_to_the_next_one(tmp_pa
             dropped = Checkpointer(tmp_path / f"run-{number}", {"weights": torch.ones(4_000_000)}, memory=memory)
             dropped.restore()
             name = str(tmp_path / f"run-{number}")
-            until(lambda name=name: len(slots(name, node_dir)) == 2)  # type: ignore[misc]
+            until(lambda name=name: len(slots(name, node_dir)) == 2, timeout_s=90)  # type: ignore[misc]
             until(lambda: keepers(node_dir) != [])
             end_keepers(node_dir)  # on a busy machine, it has removed slots mapped for seconds
             del dropped

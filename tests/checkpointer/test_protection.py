@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from holdfast import Checkpointer, ConfigurationError, Memory, RejectedSource
+from holdfast import Checkpointer, ConfigurationError, EverySteps, Memory, RejectedSource
 from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import restored_columns, sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
+from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -132,6 +133,62 @@ def test_a_lost_node_costs_nothing_that_parity_and_the_other_nodes_give(tmp_path
         assert copy_names(folder) == []
     lose(run, nodes[2])
     assert run_ranks(3, restored_tiers, run, [nodes[0], nodes[1], nodes[3]]) == FROM_PEERS * 3
+
+
+@pytest.mark.slow
+def test_a_new_node_without_memory_for_what_was_lost_leaves_it_to_the_others(tmp_path: Path, nodes: list[Path]) -> None:
+    """The snapshot was given up for an older one, or for storage."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2, 3), Parity(1)) == [[True, True, True]] * 4
+    lose(run, nodes[1])
+    with mounted(tmp_path / "small", "tmpfs", "size=1m") as small:
+        there = [nodes[0], small, nodes[2], nodes[3]]
+        try:
+            assert run_ranks(4, restored_tiers, run, there) == FROM_PEERS * 4
+        finally:
+            end_keepers(small)
+        with folder_of(run, small) as folder:
+            assert copy_names(folder) == []
+
+
+def train_on(run: str, node_dirs: Sequence[Path]) -> list[bool]:
+    """Train for two steps, which no policy wants to save. Returns which of them were saved and protected."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()], protect=Parity(1))
+    state, protected = sharded(-1, dim=0), []
+    with Checkpointer(run, state, memory=memory, save=EverySteps(1000), timeout_s=20.0) as checkpointer:
+        first = checkpointer.restore().next_step
+        for step in (first, first + 1):
+            state["w"].copy_(sharded(step, dim=0)["w"])  # type: ignore[attr-defined]
+            state["progress"]["step"] = step  # type: ignore[index]
+            handle = checkpointer.step(step)
+            if handle is not None:
+                assert handle.memory_only
+                handle.protected.wait(20)
+            protected.append(handle is not None and handle.protected.is_done)
+    return protected
+
+
+@pytest.mark.parametrize("replacements", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_node_may_be_lost_after_the_first_step_that_follows_the_loss_of_one_with_parity(
+    tmp_path: Path, nodes: list[Path], replacements: int
+) -> None:
+    """Nothing protected the restored checkpoint, or a newer one, until the policy wanted a save."""
+    run = str(tmp_path / "run")
+    assert run_ranks(4, save_protected, run, nodes[:4], (1, 2), Parity(1)) == [[True, True]] * 4
+    lose(run, nodes[1])
+    there = [nodes[0], *nodes[2 : 4 + replacements]]
+    assert run_ranks(len(there), train_on, run, there) == [[True, False]] * len(there)
+    lose(run, there.pop())
+    assert run_ranks(len(there), restored_tiers, run, there) == FROM_PEERS * len(there)
+
+
+def test_the_first_step_after_a_restart_of_all_nodes_is_not_saved_for_their_parity(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    run = str(tmp_path / "run")
+    assert run_ranks(3, save_protected, run, nodes[:3], (1, 2), Parity(1)) == [[True, True]] * 3
+    assert run_ranks(3, train_on, run, nodes[:3]) == [[False, False]] * 3
 
 
 def test_two_lost_nodes_cost_nothing_that_parity_for_two_gives(tmp_path: Path, nodes: list[Path]) -> None:

@@ -45,6 +45,25 @@ def test_what_a_new_node_replaces_is_rebuilt_there_by_its_ranks() -> None:
     assert {each.executor for each in lost.slots} == {2, 3}
 
 
+def test_a_new_node_without_room_leaves_what_was_lost_to_the_others() -> None:
+    group = group_of(4, 1, per_node=2)
+    shares = shares_of(group, {"a": [0, 1], "new": [], "c": [4, 5], "d": [6, 7]})
+    plan = plan_rebuild([2, 3], shares)
+    assert plan is not None
+    executors = [each.executor for lost in plan for each in lost.slots]
+    assert len(executors) == 2
+    assert not {2, 3} & set(executors)
+
+
+def test_nothing_is_planned_where_no_node_has_room() -> None:
+    group = group_of(4, 1)
+    shares = shares_of(group, {"a": [], "c": [], "d": []})
+    assert plan_rebuild([1], shares) is None
+    away = [AwayShare("b", group.nodes[1].slots, (), ())]
+    assert plan_with_away([1], away, shares) is None
+    assert plan_rebuild([], shares) == ()
+
+
 def test_what_was_lost_is_shared_by_the_nodes_that_are_left() -> None:
     group = group_of(4, 1, per_node=3)
     shares = shares_of(group, {"a": [0, 1, 2], "c": [3, 4, 5], "d": [6, 7, 8]})

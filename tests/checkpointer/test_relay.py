@@ -198,11 +198,12 @@ def test_the_first_rank_tells_of_steps_often_so_that_little_is_unknown_after_a_k
     heard = Recorder()
     policy = holdfast.EverySteps(10**6)
     with holdfast.Checkpointer(run, state(), memory=None, save=policy, listeners=[heard]) as checkpointer:
+        begun_s = time.monotonic()
         for step in range(60):
             checkpointer.step(step)
             time.sleep(0.01)
         told = [event.step for event in heard.events if isinstance(event, StepsTimed)]
-    assert 3 <= len(told) <= 6
+    assert 3 <= len(told) <= 1 + (time.monotonic() - begun_s) / 0.1
 
 
 def test_listeners_hear_the_choices_of_the_policy_auto(run: str) -> None:

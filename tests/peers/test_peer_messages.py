@@ -134,3 +134,9 @@ def test_the_files_of_a_very_large_job_fit_into_one_message_and_no_more_than_the
     )
     with pytest.raises(ValueError, match=r"RequestRefused has 2,000,0\d\d bytes, and 1,048,576 is the limit"):
         encode_message(RequestRefused("x" * 2_000_000))
+
+
+def test_a_message_with_a_long_name_is_refused_by_a_short_error() -> None:
+    with pytest.raises(StorageError) as caught:
+        decode_request(msgspec.msgpack.encode(["x" * 5000]))
+    assert len(str(caught.value)) < 700

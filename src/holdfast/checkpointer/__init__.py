@@ -326,7 +326,7 @@ class Checkpointer:
             report = self._restored = restored.report
             self._failed.note_restored(report)
             if self._loop is not None and report.load is not None:
-                self._loop.expect(report.next_step)
+                self._loop.expect(report)
             log_restored(restoration := StateRestored(self._run, report, self._is_first_rank))
             self._observers.hear(restoration)
             if tier is not None:
@@ -356,9 +356,10 @@ class Checkpointer:
             step = loop.next_after(step)
 
     def step(self, step: int, *, metrics: Mapping[str, SupportsFloat] | None = None) -> Handle | None:
-        """Record that `step` has ended, and save if the policy (the option `save`) says so. Returns the handle of that
-        save, or None. Collective: every rank calls this after each step. It sends messages only if a rank wants a save
-        that the others do not know of.
+        """Record that `step` has ended, and save if the policy (the option `save`) says so, or if `Parity` protects
+        memory and this is the first step after a restore from peers. Returns the handle of that save, or None.
+        Collective: every rank calls this after each step. It sends messages only if a rank wants a save that the others
+        do not know of.
 
         The `metrics` are for policies, and for the checkpoint if there is one. Numbers on a device stay there unless
         they are needed.
@@ -517,13 +518,12 @@ class Checkpointer:
             self._find_run()
             if verb == "step" and self._restored is None and not self._takeover:
                 check_loaded(self._run, self._policy, group=self._group, timeout_s=self._timeout_s)
-            has_memory = self._memory is not None
-            self._loop = Loop(self._policy, self._run, self._signals, group=self._group, has_memory=has_memory)
+            self._loop = Loop(self._policy, self._run, self._signals, group=self._group, memory=self._memory)
             self._loop.preemption.patience_s = self._timeout_s
             if self._is_first_rank:
                 advise_on_randomness(self._state)
             if self._restored is not None and self._restored.load is not None:
-                self._loop.expect(self._restored.next_step)
+                self._loop.expect(self._restored)
         return self._loop
 
     def _end_loop(self) -> None:

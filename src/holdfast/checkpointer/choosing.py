@@ -190,7 +190,7 @@ class Survey:
     """Rank 0's view of the memory and disks of all nodes; with `clearing`, to make room for saves. `damaged` are the
     places of the checkpoints that this restore has found damaged there: it chooses one that is older than all of them.
     Of the copies in `bad` it uses none, but others of the same file, and nothing that is of `failed` nodes
-    themselves."""
+    themselves. Nothing is rebuilt on `full` nodes."""
 
     def __init__(
         self,
@@ -198,12 +198,14 @@ class Survey:
         damaged: Collection[Place] = (),
         bad: Collection[DamagedCopy] = (),
         failed: Collection[FailedNode] = (),
+        full: Collection[FailedNode] = (),
     ) -> None:
         self._clearing = clearing
         self._damaged = damaged
         self._found_bad = bad
         self._bad: frozenset[BadCopy] = frozenset()
         self._failed = failed
+        self._full = full
         self._inventories: Sequence[Inventory] = ()
         #: The nodes of the last job, and the rank that knows of a later one than rank 0's node.
         self._peers = KnownPeers()
@@ -390,7 +392,8 @@ class Survey:
                 continue
             rows = [each.record for each in inventory.rows if each.checkpoint_id == checkpoint_id]
             ranks = (*shares[node].ranks, rank) if node in shares else (rank,)
-            shares[node] = NodeShare(ranks, own.get(node, {}), rows)
+            is_full = FailedNode(checkpoint_id, node) in self._full
+            shares[node] = NodeShare(() if is_full else ranks, own.get(node, {}), rows)
         missing = [number for number, holders in enumerate(files) if not holders]
         if lost := plan_rebuild(missing, shares):
             return FoundElsewhere(lost)

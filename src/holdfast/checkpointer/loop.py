@@ -15,8 +15,10 @@ from holdfast.checkpointer.auto_trigger import AutoTrigger
 from holdfast.checkpointer.events import SaveEvent
 from holdfast.checkpointer.loop_metrics import LoopMetrics
 from holdfast.checkpointer.loop_rules import LoopRules
+from holdfast.checkpointer.memory_option import Memory
 from holdfast.checkpointer.preemption import Preemption
 from holdfast.checkpointer.request_trigger import RequestTrigger
+from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.control.torch_store import member_of
@@ -27,6 +29,7 @@ from holdfast.policy.schedule import StepSchedule
 from holdfast.policy.triggers import Metrics, Trigger, triggers_of
 from holdfast.policy.when import Auto, OnRequest, SavePolicy
 from holdfast.policy.wish import Wish, stronger
+from holdfast.protection.policies import Parity
 from holdfast.run.session import JOB
 from holdfast.store.base import Location
 
@@ -50,7 +53,7 @@ class Loop:
         signals: Mapping[int, SignalNote],
         *,
         group: ProcessGroup | None,
-        has_memory: bool,
+        memory: Memory | None,
     ) -> None:
         """Raises `ConfigurationError`, code ``config.two_loops``, if this process has another loop on `run`."""
         self._key = (os.getpid(), run)
@@ -70,7 +73,7 @@ class Loop:
             self._triggers.extend(triggers_of(policies, now_s=now_s))
         world_size = 1 if member is None else member.world_size
         self._autos = [
-            AutoTrigger(each, run, world_size=world_size, now_s=now_s, has_memory=has_memory)
+            AutoTrigger(each, run, world_size=world_size, now_s=now_s, has_memory=memory is not None)
             for each in policies
             if isinstance(each, Auto) and is_first_rank
         ]
@@ -91,6 +94,9 @@ class Loop:
         self._broken_off: str | None = None
         self._has_broken_off = False
         self._wish: Wish | None = None
+        self._has_parity = memory is not None and isinstance(memory.protect, Parity)
+        #: A wish of all ranks, for the next step that ends.
+        self._wish_of_all: Wish | None = None
         #: The step that has to end next; None if any may.
         self._next: int | None = None
         #: Whether the state was restored since the last step ended.
@@ -106,10 +112,14 @@ class Loop:
         """The rules of a loop of `total` steps, which all ranks must have alike."""
         return LoopRules.of(self._policy, total)
 
-    def expect(self, step: int) -> None:
-        """The state was restored: the next step that ends has to be `step`."""
-        self._next = step
+    def expect(self, restored: RestoreReport) -> None:
+        """The state was restored: the next step that ends has to be the one after. If the checkpoint was rebuilt from
+        parity, that does not protect it any more, so that step is saved to memory, which the nodes of this job protect.
+        """
+        self._next = restored.next_step
         self._was_restored = True
+        if self._has_parity and restored.tier == "peer memory":
+            self._wish_of_all = Wish("parity protects the restored checkpoint no longer", memory_only=True)
 
     def check_restorable(self) -> None:
         """Raise `ConfigurationError`, code ``config.step_order``, if steps of this job have ended already: a restore
@@ -150,7 +160,7 @@ class Loop:
         if broken_off is not None:
             return Wish(broken_off)
         due = None if agreed is None else Wish(agreed.reason, agreed.memory_only)
-        due = stronger(due, self._schedule.wish(step))
+        due = stronger(stronger(due, self._schedule.wish(step)), self._wish_of_all)
         now_s = time.monotonic()
         for trigger in self._triggers:
             self._wish = stronger(trigger.wish(metrics, now_s), self._wish)
@@ -229,6 +239,7 @@ class Loop:
         one to memory alone those for such a save."""
         if self._wish is not None and (self._wish.memory_only or not memory_only):
             self._wish = None
+        self._wish_of_all = None
         now_s = time.monotonic()
         for trigger in self._triggers:
             trigger.saved(now_s, begun_s=begun_s, memory_only=memory_only)

@@ -45,13 +45,15 @@ _SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
 
 
 class RebuildOutcome(NamedTuple):
-    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, and of
-    those that are `silent`, that is, may answer at the next try; and why it was not rebuilt, "" if it was."""
+    """The result of a rebuild of a checkpoint, the same on all ranks: the identities of the nodes that `failed`, of
+    those that are `silent`, that is, may answer at the next try, and of those that are `full`, and take no more copies;
+    and why it was not rebuilt, "" if it was."""
 
     place: Place
     checkpoint_id: str
     failed: frozenset[str]
     silent: frozenset[str]
+    full: frozenset[str]
     trouble: str
 
     def error(self, folder: NodeFolder) -> CorruptError:
@@ -73,11 +75,12 @@ class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _RebuildReport(msgspec.Struct, frozen=True, array_like=True):
-    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed` or are `silent`, and any
-    `trouble`."""
+    """The outcome of the slots that one rank, or all ranks, had rebuilt: nodes that `failed`, or are `silent` or
+    `full`, and any `trouble`."""
 
     failed: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
     trouble: str = ""
 
 
@@ -101,7 +104,7 @@ def rebuild_lost(
     def mine() -> _RebuildReport:
         silent = tuple(identity for identity, address in known.addresses.items() if not address)
         if silent:
-            return _RebuildReport((), silent, f"{count(len(silent), 'keeper')} did not listen")
+            return _RebuildReport(silent=silent, trouble=f"{count(len(silent), 'keeper')} did not listen")
         way = Way(TcpPeers(own_host()), known.addresses.get(folder.identity(), ""), rebuild.secret)
         work = _RankWork(way, folder.identity(), seal, rebuild, known.addresses | rebuild.away, deadline)
         reports = [
@@ -112,8 +115,8 @@ def rebuild_lost(
 
     known = channel.exchange("keepers", attempt(listen), told, deadline, takes=ReachedKeeper, gives=_KeeperAddresses)
     report = channel.exchange("rebuilt", attempt(mine), _merged, deadline, takes=_RebuildReport, gives=_RebuildReport)
-    failed, silent = frozenset(report.failed), frozenset(report.silent)
-    return RebuildOutcome(seal.place, seal.checkpoint_id, failed, silent, report.trouble)
+    failed, silent, full = frozenset(report.failed), frozenset(report.silent), frozenset(report.full)
+    return RebuildOutcome(seal.place, seal.checkpoint_id, failed, silent, full, report.trouble)
 
 
 class _RankWork(NamedTuple):
@@ -141,7 +144,8 @@ class _RankWork(NamedTuple):
             timeout_s = _SHARE * self.deadline.remaining_s()
             reply = rebuild_copy(self.way, offer, self.rebuild.generation, request, timeout_s=timeout_s)
         except HoldfastError as error:
-            return _RebuildReport(silent=(self.own,), trouble=error.message)
+            is_full, mine = error.code == "storage.memory", (self.own,)
+            return _RebuildReport(silent=() if is_full else mine, full=mine if is_full else (), trouble=error.message)
         match reply:
             case CopyKept():
                 return _RebuildReport()
@@ -150,7 +154,8 @@ class _RankWork(NamedTuple):
                 # Nobody starts the keeper of a node again that has no part in the job.
                 away = [each for each in silent if each in self.rebuild.away]
                 failed = (*(identities[number] for number in reply.numbers), *away)
-                return _RebuildReport(failed, tuple(each for each in silent if each not in away), reply.reason)
+                silent = [each for each in silent if each not in away]
+                return _RebuildReport(failed, tuple(silent), trouble=reply.reason)
             case Damaged() | Declined() | RequestRefused():
                 return _RebuildReport(trouble=reply.reason)
             case _:
@@ -187,5 +192,6 @@ class _RankWork(NamedTuple):
 def _merged(reports: Sequence[_RebuildReport]) -> _RebuildReport:
     failed = sorted({identity for report in reports for identity in report.failed})
     silent = sorted({identity for report in reports for identity in report.silent})
+    full = sorted({identity for report in reports for identity in report.full})
     trouble = next((report.trouble for report in reports if report.trouble), "")
-    return _RebuildReport(tuple(failed), tuple(silent), trouble)
+    return _RebuildReport(tuple(failed), tuple(silent), tuple(full), trouble)

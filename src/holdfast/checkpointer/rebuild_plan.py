@@ -56,7 +56,7 @@ class Rebuild(msgspec.Struct, frozen=True, array_like=True):
 
 class NodeShare(NamedTuple):
     """The parts of a checkpoint that a node has: the digests of the files in its own slots, by number, and its rows of
-    parity. `ranks` are those of the present job on it."""
+    parity. `ranks` are those of the present job on it that can have copies made there: none where it has no room."""
 
     ranks: Sequence[int]
     own: Mapping[int, str]
@@ -98,7 +98,7 @@ def plan_rebuild(missing: Collection[int], nodes: Mapping[str, NodeShare]) -> tu
         wanted = [(number, slot) for number, slot in _slots(group) if left & _files(slot)]
         lost = tuple(number for number in range(len(group.nodes)) if not _is_here(group, number, nodes))
         numbers = {number for number, _ in wanted}
-        if wanted and numbers <= set(lost) and len(lost) <= group.losses:
+        if wanted and numbers <= set(lost) and len(lost) <= group.losses and receivers.are_there:
             slots = tuple(RebuiltSlot(slot, receivers.take(slot)) for _, slot in wanted)
             found.append(LostSlots(group, lost, slots))
             left -= {file for _, slot in wanted for file in _files(slot)}
@@ -114,7 +114,7 @@ def plan_with_away(
     fetched: list[FetchedSlot] = []
     left, receivers = set(missing), _Receivers(nodes)
     for node, slot in ((share.node, slot) for share in away for slot in (*share.own, *share.copies)):
-        if left & _files(slot):
+        if left & _files(slot) and receivers.are_there:
             fetched.append(FetchedSlot(AwaySlot(node, slot), receivers.take(slot)))
             left -= _files(slot)
     lost = plan_rebuild(left, {**nodes, **{share.node: share.adding() for share in away}})
@@ -133,11 +133,17 @@ class _Receivers:
     """The nodes that get lost slots, with the bytes that each of them gets."""
 
     def __init__(self, nodes: Mapping[str, NodeShare]) -> None:
-        new = {identity: share for identity, share in nodes.items() if not share.own and not share.rows}
-        self._nodes = {identity: share for identity, share in (new or nodes).items() if share.ranks}
+        able = {identity: share for identity, share in nodes.items() if share.ranks}
+        new = {identity: share for identity, share in able.items() if not share.own and not share.rows}
+        self._nodes = new or able
         self._is_new = bool(new)
         self._nbytes = dict.fromkeys(self._nodes, 0)
         self._num_taken = dict.fromkeys(self._nodes, 0)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any node can take a slot."""
+        return bool(self._nodes)
 
     def take(self, slot: SlotDigests) -> int:
         """The rank that has `slot` rebuilt."""

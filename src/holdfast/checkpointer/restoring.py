@@ -246,6 +246,10 @@ class _Setbacks:
         failed = {FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.failed}
         return failed | {each for each, number in silent.items() if number > 1}
 
+    def full(self) -> set[FailedNode]:
+        """The nodes that have no room for what is rebuilt."""
+        return {FailedNode(each.checkpoint_id, node) for each in self.rebuilt for node in each.full}
+
     def rejected(self) -> tuple[RejectedSource, ...]:
         """The sources that the restore did not use."""
         found = [RejectedSource(each.tier, str(each.place), each.error.message) for each in self.damaged]
@@ -317,7 +321,7 @@ def _newest_in_memory(
     channel = default_channel("restore", group, deadline=deadline)
     bad = frozenset(each.copy for each in damaged if each.copy is not None)
     places = [each.place for each in damaged if each.copy is None]
-    survey = Survey(damaged=places, bad=bad, failed=setbacks.failed())
+    survey = Survey(damaged=places, bad=bad, failed=setbacks.failed(), full=setbacks.full())
     with _looked_at(run, node, channel, deadline, survey, options) as (found, chosen):
         folder = found.folder
         setbacks.passed |= {each.place: each for each in chosen.passed}
@@ -328,7 +332,7 @@ def _newest_in_memory(
         if chosen.rebuild is not None:
             outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
             num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
-            is_unknown = bool(outcome.trouble) and not outcome.failed | outcome.silent
+            is_unknown = bool(outcome.trouble) and not outcome.failed | outcome.silent | outcome.full
             is_hopeless = is_unknown or num_tries > _NUM_REBUILDS
             return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
         resumes = options.resumes

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from holdfast.errors import StorageError
 from holdfast.keeper.peer_ways import Way, put_generation
 from holdfast.peers.peer_messages import (
     CopyWanted,
+    Declined,
     OfferCopy,
     PeerReply,
     RebuildCopy,
@@ -21,11 +23,19 @@ def rebuild_copy(way: Way, offer: OfferCopy, generation: bytes, request: Rebuild
     The token of the `request` is set here. Returns `CopyKept` when it is whole and verified, or as `RebuildCopy` says.
 
     Raises:
-        StorageError: the keeper does not answer in time, or has no memory for the copy.
+        StorageError: the keeper does not answer in time; code ``storage.memory``, it does not take the copy, for which
+            its node has no memory, say.
     """
     timeout_s = max(timeout_s, _LEAST_S)
     with way.connect(timeout_s) as connection:
         reply = connection.ask(offer, timeout_s=timeout_s)
+        if isinstance(reply, Declined):
+            raise StorageError(
+                f"the keeper at {way.address} does not take the copy: {reply.reason}",
+                code="storage.memory",
+                action="Free memory on its node.",
+                tier="peer memory",
+            )
         if not isinstance(reply, CopyWanted):
             return reply
         if reply.needs_generation:

@@ -19,6 +19,8 @@ from holdfast.wording import count
 
 #: Size limit of an encoded message. A job of 100,000 files fits.
 MAX_NBYTES: Final = 2**20
+#: Characters of what is wrong with a message that its error has: that may quote the message.
+_TOLD_LEN: Final = 300
 
 _Digests = Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=2)]
 
@@ -312,4 +314,6 @@ def _decoded(data: bytes, kind: object) -> Any:
     try:
         return decode_msgpack(data, kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise not_understood(f"a message that is none: {error}") from error
+        told = str(error)
+        told = told if len(told) <= _TOLD_LEN else f"{told[:_TOLD_LEN]}..."
+        raise not_understood(f"a message that is none: {told}") from error
