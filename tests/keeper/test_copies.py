@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -12,13 +13,19 @@ from threading import Event
 import msgspec
 import pytest
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, StorageError
 from holdfast.keeper import daemon, peer_memory, peer_session, sending
 from holdfast.keeper.copies import PeerCopies
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_memory import KEPT
-from holdfast.node_memory.generations import give_up_generation, protected_ids, unmark_protected
+from holdfast.node_memory.generations import (
+    encode_generation,
+    give_up_generation,
+    protected_ids,
+    remove_generation,
+    unmark_protected,
+)
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.peering import (
@@ -34,7 +41,7 @@ from holdfast.node_memory.peering import (
     peer_trouble,
 )
 from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
-from holdfast.peers.peer_messages import CopyKept, CopyWanted, Declined, OfferCopy
+from holdfast.peers.peer_messages import CopyKept, CopyWanted, Declined, OfferCopy, PutGeneration
 from holdfast.run.history import Run
 from tests.keeper.test_keeper_promises import Later, looked
 from tests.keeper.test_persist import CHECKPOINT, Saved, assert_loads
@@ -130,6 +137,70 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
         assert not copy_names(folders[0])
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+
+
+def test_a_full_memory_ends_no_keeper_which_says_later_what_it_could_not_note(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first note that the memory of the node did not take, as of a trouble with a peer, ended the keeper."""
+    write, create = NodeFolder.write, NodeFolder.create
+    full, refused = set(folders), set[str]()
+
+    def written(self: NodeFolder, name: str, data: bytes) -> None:
+        require_room(self, name)
+        write(self, name, data)
+
+    def created(self: NodeFolder, name: str) -> int:
+        require_room(self, name)
+        return create(self, name)
+
+    def require_room(folder: NodeFolder, name: str) -> None:
+        if folder in full and name.startswith(("peers.port", "peers.trouble", "protected-")):
+            refused.add(name)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(NodeFolder, "write", written)
+    monkeypatch.setattr(NodeFolder, "create", created)
+    keepers = [stack.enter_context(closing(Keeper(folder))) for folder in folders]
+    for folder, keeper in zip(folders, keepers, strict=True):
+        note_secret(folder, PeerSecret(SECRET, "127.0.0.1"))
+        keeper.look()
+        assert noted_port(folder) is None
+    full.clear()
+    meet(folders, keepers)
+    full.update(folders)
+    with monkeypatch.context() as patched:
+        patched.setattr(peer_memory, "rooms", lambda _: [MemoryLimit(0, "a limit")])
+        refused.clear()
+        until(lambda: look(*keepers) and "peers.trouble" in refused)
+        full.clear()
+        until(lambda: look(*keepers) and "a limit leaves 0" in peer_trouble(folders[0]))
+    full.update(folders)
+    until(lambda: look(*keepers) and all(len(copy_names(folder)) == 1 for folder in folders))
+    until(lambda: look(*keepers) and all(copy_in(folder, stack).state == SlotState.HELD for folder in folders))
+    for _ in range(5):
+        look(*keepers)
+    assert not any(protected_ids(folder) for folder in folders)
+    full.clear()
+    until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+
+
+def test_a_generation_that_finds_no_room_on_a_peer_is_refused_with_the_cause_and_what_to_do(
+    saved: Saved, folders: list[NodeFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender heard of an OSError, and had to look for the log of the peer, in that full memory."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    remove_generation(folders[1], CHECKPOINT)
+    generations = PeerGenerations(folders[1], lambda _: None)
+    generations.expect(CHECKPOINT)
+    data = encode_generation(saved.generation)
+    monkeypatch.setattr(NodeFolder, "write", full)
+    with pytest.raises(StorageError, match="No space left on device") as raised:
+        generations.learn(PutGeneration(CHECKPOINT, len(data)), data)
+    assert "Make room there" in raised.value.action
 
 
 def test_peers_take_memory_for_copies_before_the_first_save(

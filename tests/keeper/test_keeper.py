@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -122,6 +123,20 @@ def test_two_keepers_are_one(folder: NodeFolder, started: Callable[..., subproce
     second = started()
     assert second.wait(30) == 0
     assert first.poll() is None
+
+
+def test_a_keeper_may_open_more_files_than_the_trainer_that_starts_it(
+    folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]
+) -> None:
+    """With the limit of its trainer, it ended when slots, copies and connections were too many files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        keeper = started()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    until(lambda: is_kept(folder))
+    assert resource.prlimit(keeper.pid, resource.RLIMIT_NOFILE) == (min(hard, 1 << 16), hard)
 
 
 def test_an_idle_keeper_ends(folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]]) -> None:

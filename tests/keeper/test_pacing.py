@@ -18,7 +18,7 @@ import pytest
 
 from holdfast import Copies, Memory
 from holdfast.errors import StorageError
-from holdfast.keeper import pacing, piece_pacer
+from holdfast.keeper import link_counters, pacing, piece_pacer
 from holdfast.keeper.link_counters import LOOPBACK, chosen_route, interface_to, sent_nbytes
 from holdfast.keeper.pacing import LinkPace, LinkPaces
 from holdfast.node_memory.node_folder import NodeFolder
@@ -332,3 +332,12 @@ def test_wrong_paces_are_refused_where_they_are_given() -> None:
     rules = Memory(protect=Copies(1), protect_pace="idle", protect_bytes_per_s=5_000_000).protection
     assert rules is not None
     assert rules.pacing == PacingRules("idle", 5e6)
+
+
+def test_counters_that_cannot_be_read_are_no_error_of_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper's log said that the peer had broken the connection, and to look at a firewall."""
+    monkeypatch.setattr(link_counters, "_COUNTERS", tmp_path / "none")
+    with pytest.raises(StorageError, match="this node cannot read"):
+        sent_nbytes("eth0")

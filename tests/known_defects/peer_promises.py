@@ -350,20 +350,24 @@ PEER_MUTATIONS = [
         "keeper/test_copy_reception.py::test_no_bytes_are_taken_before_the_generation_says_what_they_are",
         "keeper/copies.py",
         "            if incoming is None or not self._knows_sealing(incoming):\n"
-        '                raise ValueError("no such copy is being received")\n'
+        "                raise not_received()\n"
         "            if put",
-        "            if incoming is None:\n"
-        '                raise ValueError("no such copy is being received")\n'
-        "            if put",
+        "            if incoming is None:\n                raise not_received()\n            if put",
     ),
     Mutation(  # rebuilt before generation
         "keeper/test_copy_reception.py::test_no_bytes_are_taken_before_the_generation_says_what_they_are",
         "keeper/copies.py",
         "            if incoming is None or not self._knows_sealing(incoming):\n"
-        '                raise ValueError("no such copy is being received")\n'
+        "                raise not_received()\n"
         "            incoming.num_active += 1\n"
         "        try",
         "            assert incoming is not None\n            incoming.num_active += 1\n        try",
+    ),
+    Mutation(  # copy removed while it is verified
+        "keeper/test_copy_reception.py::test_a_copy_that_is_being_verified_is_left_alone_by_the_keeper_that_removes_old_ones",
+        "keeper/copies.py",
+        "        return received | self._verifying | ",
+        "        return received | ",
     ),
     Mutation(  # finished in mid-range
         "keeper/test_copy_reception.py::test_a_copy_is_not_whole_while_a_range_is_on_the_way",
@@ -380,14 +384,14 @@ PEER_MUTATIONS = [
     Mutation(  # copy undigested
         "keeper/test_copies.py::test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy",
         "keeper/copies.py",
-        "        if damage is not None:",
-        "        if not slot:",
+        "    if damage is not None:\n        slot.adv",
+        "    if not slot:\n        slot.adv",
     ),
     Mutation(  # damaged copy not freed
         "keeper/test_copies.py::test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy",
         "keeper/copies.py",
-        "            slot.advance(SlotRecord(SlotState.FREE))\n            return Damaged(damage)",
-        "            return Damaged(damage)",
+        "        slot.advance(SlotRecord(SlotState.FREE))\n        return Damaged(damage)",
+        "        return Damaged(damage)",
     ),
     Mutation(  # data of a copy undigested
         "keeper/test_copies.py::test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy",

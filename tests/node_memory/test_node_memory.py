@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -31,7 +32,7 @@ from holdfast.node_memory.arena import Arena
 from holdfast.node_memory.claims import Claim, is_claimed
 from holdfast.node_memory.generations import Generation, generation_ids, give_up_generation
 from holdfast.node_memory.inventory import give_way, node_memory
-from holdfast.node_memory.keeper_lock import end_keeper, is_kept, try_lock
+from holdfast.node_memory.keeper_lock import clear_protocol, end_keeper, is_kept, try_lock, write_protocol
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotRecord, SlotState, slot_names
 from holdfast.run.history import Run
@@ -204,6 +205,20 @@ def test_a_keeper_of_another_version_in_another_pid_namespace_ends_and_no_other_
         assert bystander.poll() is None
         bystander.kill()
     assert states(saved) == {SlotState.COMMITTED}
+
+
+def test_a_keeper_starts_where_memory_is_full_of_slots_that_it_is_to_write_to_the_run(
+    folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: NodeFolder, name: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_protocol(folder)
+    monkeypatch.setattr(NodeFolder, "write", full)
+    write_protocol(folder)  # that of the keeper before it is there
+    clear_protocol(folder)
+    with pytest.raises(StorageError, match="No space left on device"):
+        write_protocol(folder)
 
 
 # What the dead leave behind.

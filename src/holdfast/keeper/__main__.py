@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import resource
 import signal
 import sys
 from pathlib import Path
 from threading import Event
+from typing import Final
 
 from holdfast.errors import HoldfastError
 from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
@@ -22,6 +24,9 @@ from holdfast.node_memory.keeper_lock import require_protocol, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import parse
 from holdfast.store.urls import absolute, location_of
+
+#: More open files than a keeper needs for some hundred ranks on its node.
+_NUM_FILES: Final = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +81,7 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: over.set())
     os.nice(19)  # training goes first
+    _raise_file_limit()
     uri = name_of(parse(run).location)
     with NodeFolder(uri, node_dir=Path(absolute(node_dir))) as folder:
         if local is not None:
@@ -91,6 +97,15 @@ def serve(
         if detach and os.fork():
             os._exit(0)
         return keep(folder, uri, lock, is_over=over.is_set, idle_s=idle_s, grace_s=grace_s)
+
+
+def _raise_file_limit() -> None:
+    """Let this process open as many files as the system allows, within reason. It has one for each slot of the node's
+    ranks, for each copy, and for each connection, however few its trainer may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_FILES if hard == resource.RLIM_INFINITY else min(_NUM_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

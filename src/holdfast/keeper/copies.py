@@ -31,6 +31,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.keeper.slot_readers import SlotReaders
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
+from holdfast.peers.peer_errors import not_received
 from holdfast.peers.peer_messages import (
     CopyKept,
     CopyWanted,
@@ -101,6 +102,8 @@ class PeerCopies:
         self._lock = Lock()
         self._copies: dict[str, Slot] = {}
         self._incoming: dict[int, _Incoming] = {}
+        #: The names of copies that have arrived and are being verified.
+        self._verifying: set[str] = set()
         #: The names of the copies that were rebuilt here, with the newest protected checkpoint of that time: a restore
         #: may need one that is older.
         self._rebuilt: dict[str, Place | None] = {}
@@ -190,13 +193,14 @@ class PeerCopies:
         return sum(slot.nbytes >= nbytes for slot in mine)
 
     def sink(self, put: Put) -> GenerationSink | _RangeSink:
-        """The memory that takes the bytes of `put`. Raises `ValueError` where nothing was offered for it."""
+        """The memory that takes the bytes of `put`. Raises `StorageError` where the copy is not being received, and
+        `ValueError` for bytes that are no part of it."""
         if isinstance(put, PutGeneration):
             return self._generations.sink(put)
         with self._lock:
             incoming = self._incoming.get(put.token)
             if incoming is None or not self._knows_sealing(incoming):
-                raise ValueError("no such copy is being received")
+                raise not_received()
             if put.start < 0 or put.nbytes < 0 or put.start + put.nbytes > incoming.slot.nbytes:
                 raise ValueError("the range lies outside of the slot")
             incoming.num_active += 1
@@ -205,12 +209,12 @@ class PeerCopies:
 
     @contextmanager
     def filling(self, token: int) -> Iterator[CopyFilling]:
-        """The copy `token`, to be filled inside the ``with`` block. Raises `ValueError` where nothing was offered for
-        it."""
+        """The copy `token`, to be filled inside the ``with`` block. Raises `StorageError` where it is not being
+        received."""
         with self._lock:
             incoming = self._incoming.get(token)
             if incoming is None or not self._knows_sealing(incoming):
-                raise ValueError("no such copy is being received")
+                raise not_received()
             incoming.num_active += 1
         try:
             self._rebuilt[incoming.slot.name] = self._generations.newest_protected()
@@ -222,8 +226,8 @@ class PeerCopies:
         """Give up the reception of a copy."""
         with self._lock:
             incoming = self._incoming.pop(token, None)
-        if incoming is not None:
-            incoming.slot.advance(SlotRecord(SlotState.FREE))
+            if incoming is not None:
+                incoming.slot.advance(SlotRecord(SlotState.FREE))
         return Damaged("it could not be received")
 
     def finish(self, token: int) -> PeerReply:
@@ -233,20 +237,12 @@ class PeerCopies:
             if incoming is None or not self._knows_sealing(incoming) or incoming.num_active:
                 return Damaged("it was not sent as a whole")
             del self._incoming[token]
-        slot, offer = incoming.slot, incoming.offer
+            self._verifying.add(incoming.slot.name)
         try:
-            damage = _damage(incoming)
-        except BaseException:
-            slot.advance(SlotRecord(SlotState.FREE))
-            raise
-        if damage is not None:
-            slot.advance(SlotRecord(SlotState.FREE))
-            return Damaged(damage)
-        slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
-        slot.advance(
-            SlotRecord(SlotState.HELD, offer.contents, offer.digests[0], second_digest="".join(offer.digests[1:]))
-        )
-        return CopyKept()
+            return _verified(incoming)
+        finally:
+            with self._lock:
+                self._verifying.discard(incoming.slot.name)
 
     def _knows_sealing(self, incoming: _Incoming) -> bool:
         """Whether the generation of a copy that is being received has arrived."""
@@ -354,9 +350,9 @@ class PeerCopies:
             self._copies.clear()
 
     def _busy(self) -> set[str]:
-        """The names of the copies that are being received or sent."""
+        """The names of the copies that are being received, verified or sent."""
         received = {each.slot.name for each in self._incoming.values()}
-        return received | self.being_sent | self._readers.names
+        return received | self._verifying | self.being_sent | self._readers.names
 
     def end_transfer(self, incoming: _Incoming) -> None:
         """Note that a range has arrived, or that its connection broke."""
@@ -449,6 +445,22 @@ def _blocks(contents: Contents, start: int, stop: int) -> Iterator[_DataBlock]:
             if block.stop > stop:
                 break
             yield block
+
+
+def _verified(incoming: _Incoming) -> PeerReply:
+    """Keep a copy that has arrived if it is what was offered."""
+    slot, offer = incoming.slot, incoming.offer
+    try:
+        damage = _damage(incoming)
+    except BaseException:
+        slot.advance(SlotRecord(SlotState.FREE))
+        raise
+    if damage is not None:
+        slot.advance(SlotRecord(SlotState.FREE))
+        return Damaged(damage)
+    slot.advance(SlotRecord(SlotState.STAGED, offer.contents))
+    slot.advance(SlotRecord(SlotState.HELD, offer.contents, offer.digests[0], second_digest="".join(offer.digests[1:])))
+    return CopyKept()
 
 
 def _damage(incoming: _Incoming) -> str | None:

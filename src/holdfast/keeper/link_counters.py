@@ -82,10 +82,20 @@ def sent_nbytes(interface: str) -> int:
     """The bytes that this node has sent through `interface`.
 
     Raises:
-        StorageError: there is no such interface any more, code ``storage.peer``.
+        StorageError: there is no such interface any more, or the counters cannot be read, code ``storage.peer``.
     """
     prefix = f"{interface}:".encode()
-    for line in _COUNTERS.read_bytes().splitlines():
+    try:
+        counters = _COUNTERS.read_bytes()
+    except OSError as error:  # whoever sends would take it for an error of the connection
+        raise StorageError(
+            f"this node cannot read '{_COUNTERS}': {error.strerror}.",
+            code="storage.peer",
+            action="Raise the limit of open files (ulimit -n) if it is too low. Holdfast tries again.",
+            path=str(_COUNTERS),
+            retryable=True,
+        ) from error
+    for line in counters.splitlines():
         name, colon, fields = line.lstrip().partition(b":")
         if name + colon == prefix:
             return int(fields.split()[_SENT])

@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import decode_generation, protected_ids, read_generation, write_generation
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.peers.peer_messages import Damaged, Declined, Noted, PeerReply, PutGeneration
 from holdfast.store.base import Bytes
 
@@ -74,7 +74,8 @@ class PeerGenerations:
         with self._lock:
             if put.checkpoint_id not in self._expected:
                 return Declined("nothing of that checkpoint is being received")
-            write_generation(self._folder, generation)
+            with unusable_memory(self._folder.path):
+                write_generation(self._folder, generation)
             self._sealings[put.checkpoint_id] = sealing
         return Noted()
 

@@ -11,7 +11,7 @@ from typing import Final
 from holdfast.errors import ConfigurationError, CorruptError
 from holdfast.node_memory.inventory import give_way
 from holdfast.node_memory.limits import rooms
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 from holdfast.node_memory.slots import Slot, SlotKind, SlotRecord, SlotState
 
 #: States of copies and rows of parity that are whole.
@@ -40,14 +40,16 @@ def opened(folder: NodeFolder, names: Iterable[str]) -> Iterator[Slot]:
 
 
 def reserved(folder: NodeFolder, kind: SlotKind, *, rank: int, nbytes: int) -> Slot:
-    """A new slot with its memory, under this process's lock. Raises `ConfigurationError` where there is too little."""
-    slot = Slot.create(folder, rank=rank, nbytes=nbytes, kind=kind)
-    assert slot.take()
-    try:
-        slot.reserve(before=partial(_require_room, folder))
-    except BaseException:
-        slot.remove()
-        raise
+    """A new slot with its memory, under this process's lock. Raises `ConfigurationError` where there is too little, and
+    `StorageError` where it cannot be used, as one that has no room at all."""
+    with unusable_memory(folder.path):
+        slot = Slot.create(folder, rank=rank, nbytes=nbytes, kind=kind)
+        assert slot.take()
+        try:
+            slot.reserve(before=partial(_require_room, folder))
+        except BaseException:
+            slot.remove()
+            raise
     return slot
 
 

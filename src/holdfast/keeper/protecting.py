@@ -36,7 +36,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
 from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
 from holdfast.node_memory.generations import is_protected, mark_protected, protected_ids
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
     PeerPort,
@@ -122,9 +122,14 @@ class Protection:
         self._sending: dict[tuple[str, int], Sending] = {}
         self._told = ""
         self._told_speed = 0.0
+        #: The port that ranks of this node do not know yet, because their memory did not take the note.
+        self._unnoted_port: PeerPort | None = None
+        self._is_memory_full = False
 
     def meet(self, slots: Iterable[Slot]) -> None:
         """Listen for peers, which may read `slots`, and take the table of a new job."""
+        if self._unnoted_port is not None:
+            self._note_port(self._unnoted_port)
         changed_ns = self._folder.changed_ns()
         if changed_ns == self._met_ns:
             return
@@ -219,6 +224,10 @@ class Protection:
 
     def answer(self, request: PeerRequest) -> PeerReply:
         """As `PeerService.answer`."""
+        with unusable_memory(self._folder.path):
+            return self._answer(request)
+
+    def _answer(self, request: PeerRequest) -> PeerReply:
         reply: PeerReply = Noted()
         match request:
             case PrepareCopies():
@@ -303,7 +312,7 @@ class Protection:
         self._release_paces()
         if self._listener is not None:
             self._listener.close()
-        self._secret, self._listener, self._transport = secret, None, None
+        self._secret, self._listener, self._transport, self._unnoted_port = secret, None, None, None
         if secret is None:
             return
         digest, before = digest_of(secret.secret), noted_port(self._folder)
@@ -315,10 +324,28 @@ class Protection:
             except HoldfastError:
                 self._listener = transport.listen(self, secret=secret.secret)
         except HoldfastError as error:
-            note_port(self._folder, PeerPort(digest, error=str(error)))
+            self._note_port(PeerPort(digest, error=str(error)))
             return
         self._transport = transport
-        note_port(self._folder, PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
+        self._note_port(PeerPort(digest, int(self._listener.address.rpartition(":")[2])))
+
+    def _note_port(self, port: PeerPort) -> None:
+        """Tell the ranks of this node the port, now or at a later look."""
+        is_noted = self._has_noted(lambda: note_port(self._folder, port))
+        self._unnoted_port = None if is_noted else port
+
+    def _has_noted(self, note: Callable[[], None]) -> bool:
+        """Whether a note could be written into the memory of this node. Where that is full, the keeper goes on without
+        the note, and writes it at a later look: it still has slots to write to the run."""
+        try:
+            note()
+        except OSError as error:
+            if not self._is_memory_full:
+                _log.error("%s", memory_error(self._folder.path, error))
+            self._is_memory_full = True
+            return False
+        self._is_memory_full = False
+        return True
 
     def _prepare(self, session: PeerSession, slots: Iterable[Slot]) -> None:
         """Have the peers take memory for copies of slots that trainers are going to fill: it takes seconds."""
@@ -397,9 +424,9 @@ class Protection:
     def _note_speed(self) -> None:
         """Tell the ranks of this node, for a restore, how fast it sends, if that has changed."""
         speed = 0.0 if self._session is None else self._session.meter.bytes_per_s
-        if speed and abs(speed - self._told_speed) > _SPEED_SHARE * speed:
+        is_news = speed > 0.0 and abs(speed - self._told_speed) > _SPEED_SHARE * speed
+        if is_news and self._has_noted(lambda: note_speed(self._folder, PeerSpeed(speed))):
             self._told_speed = speed
-            note_speed(self._folder, PeerSpeed(speed))
 
     def _trouble(self, session: PeerSession) -> str:
         """The reason why saves should not wait for protection now; "" where there is none."""
@@ -444,12 +471,13 @@ class Protection:
         Returns whether it is marked, now or before: a node that missed the mark says again that its copies are kept."""
         if session.table.own != 0:
             return False
-        if checkpoint_id == session.marked or is_protected(self._folder, checkpoint_id):
-            mark_protected(self._folder, checkpoint_id)
-            return True
-        if not session.count(checkpoint_id, files, num_files):
+        is_marked = checkpoint_id == session.marked or is_protected(self._folder, checkpoint_id)
+        if not is_marked and not session.count(checkpoint_id, files, num_files):
             return False
-        mark_protected(self._folder, checkpoint_id)
+        if not self._has_noted(lambda: mark_protected(self._folder, checkpoint_id)):
+            return False
+        if is_marked:
+            return True
         for peer in range(1, len(session.table.nodes)):
             self._tell_peer(session, peer, MarkProtected(checkpoint_id))
         return True
@@ -464,11 +492,10 @@ class Protection:
             mark_protected(self._folder, request.checkpoint_id)
 
     def _tell(self, trouble: str) -> None:
-        if trouble != self._told:
+        if trouble != self._told and self._has_noted(lambda: note_peer_trouble(self._folder, trouble)):
             self._told = trouble
             if trouble:
                 _log.error("%s", trouble)
-            note_peer_trouble(self._folder, trouble)
 
 
 def _listed(slots: Iterable[Slot]) -> Iterator[ListedSlot]:

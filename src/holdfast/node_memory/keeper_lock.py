@@ -10,7 +10,7 @@ from typing import Final
 
 from holdfast.errors import ConfigurationError, StorageError
 from holdfast.node_memory import file_locks
-from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 
 #: Version of the records of slots and generations, and of the rules by which processes change them.
 PROTOCOL: Final = 6
@@ -111,8 +111,15 @@ def remove_lock(folder: NodeFolder) -> None:
 
 
 def write_protocol(folder: NodeFolder) -> None:
-    """Record that the contents of `folder` follow `PROTOCOL`. Only for its keeper."""
-    folder.write(_PROTOCOL_NAME, b"%d\n" % PROTOCOL)
+    """Record that the contents of `folder` follow `PROTOCOL`, unless a keeper before this one has: a keeper must start
+    where memory is full of slots that it is to write to the run. Only for its keeper.
+
+    Raises:
+        StorageError: the memory of this node does not take the record.
+    """
+    if not folder.has(_PROTOCOL_NAME) or _protocol_of(folder) != PROTOCOL:
+        with unusable_memory(folder.path):
+            folder.write(_PROTOCOL_NAME, b"%d\n" % PROTOCOL)
 
 
 def clear_protocol(folder: NodeFolder) -> None:

@@ -27,6 +27,17 @@ def not_held(what: str) -> StorageError:
     )
 
 
+def not_received() -> StorageError:
+    """A peer sends a copy that this node does not receive, or no longer."""
+    return StorageError(
+        "this node does not receive that copy, or no longer: a later offer of the same rank took its place.",
+        code="storage.peer",
+        action="No action needed: holdfast offers it again.",
+        tier="peer memory",
+        retryable=True,
+    )
+
+
 def not_understood(what: str, *, address: str | None = None) -> StorageError:
     """A node, whose listener is at `address` if that is known, sent `what`, which no keeper of this version sends."""
     return StorageError(
