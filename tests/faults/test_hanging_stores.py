@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -152,19 +153,43 @@ def test_a_store_that_is_too_slow_is_given_up_in_time(tmp_path: Path) -> None:
     check_aftermath(run, error)
 
 
-def load_hanging(run: str, name: str) -> tuple[str, str, float, int, bool]:
+class LoadOnSilentStore(NamedTuple):
+    """The error of a load, and its time; the seconds until the store fell silent to this rank, 0 if it did not; and the
+    step of a later load, which nothing changed afterwards."""
+
+    type_: str
+    code: str
+    took_s: float
+    silent_after_s: float
+    step: int
+    is_unchanged: bool
+
+
+def load_hanging(run: str, name: str) -> LoadOnSilentStore:
     into = state(0, rank=dist.get_rank(), world_size=2)
     tensors = [value for value in into.values() if isinstance(value, torch.Tensor)]
-    hang = HangAt(is_request(name, "") if dist.get_rank() == 1 else lambda *_: False)
+    begun_s, silent_s = [0.0], [0.0]
+
+    def falls_silent(number: int, when: str, name_: str, path: str) -> bool:
+        hangs = dist.get_rank() == 1 and is_request(name, "")(number, when, name_, path)
+        if hangs:
+            silent_s[0] = time.monotonic() - begun_s[0]
+        return hangs
+
+    def load() -> None:
+        begun_s[0] = time.monotonic()
+        holdfast.load(run, into=into, timeout_s=TIMEOUT_S)
+
+    hang = HangAt(falls_silent)
     with watched_store(hang):
-        error, took_s = timed_together(lambda: holdfast.load(run, into=into, timeout_s=TIMEOUT_S))
+        error, took_s = timed_together(load)
         step = holdfast.load(run, into=into, timeout_s=60).step
         loaded = [tensor.clone() for tensor in tensors]
         torch._foreach_add_(tensors, 1)  # training goes on
         hang.release()
         time.sleep(0.2)
     unchanged = all(map(torch.equal, tensors, [tensor + 1 for tensor in loaded]))
-    return type(error).__name__, error.code, took_s, step, unchanged
+    return LoadOnSilentStore(type(error).__name__, error.code, took_s, silent_s[0], step, unchanged)
 
 
 @pytest.mark.parametrize(
@@ -175,11 +200,15 @@ def test_a_store_that_falls_silent_in_a_load_is_told_to_all_and_changes_nothing_
 ) -> None:
     run = str(tmp_path / "run")
     run_ranks(2, save_in_new_job, run, 1)
-    for type_, code, took_s, step, same in run_ranks(2, load_hanging, run, name):
-        assert (type_, code) == ("StorageError", "storage.timeout")
-        assert took_s < TIMEOUT_S + SLACK_S
-        assert step == 1
-        assert same
+    loads = run_ranks(2, load_hanging, run, name)
+    told = {("StorageError", "storage.timeout")}
+    if max(load.silent_after_s for load in loads) > TIMEOUT_S / 6:  # on a busy machine, too late for the other ranks
+        told.add(("DeadlineError", "timeout.ranks"))
+    for load in loads:
+        assert (load.type_, load.code) in told
+        assert load.took_s < TIMEOUT_S + SLACK_S
+        assert load.step == 1
+        assert load.is_unchanged
 
 
 class SilentStorage(FaultyStore):
