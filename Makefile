@@ -25,7 +25,7 @@ demo-nodes: $(VENV)/dev.stamp
 
 # Two for each of two cores, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
-	$(VENV)/bin/pytest -q -n 4 --dist loadfile
+	$(VENV)/bin/pytest -q -n 3 --dist loadfile
 
 # No stacks in mid-run: faulthandler reads the frames of threads that go on running, and that crashed a long test.
 test-slow: $(VENV)/dev.stamp

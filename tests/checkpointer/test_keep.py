@@ -58,7 +58,7 @@ def test_close_waits_a_little_for_the_deletions_that_are_due(run: str, state: di
     assert steps(run) == [2]
     begun_s = time.monotonic()
     checkpointer.close()
-    assert time.monotonic() - begun_s < 1
+    assert time.monotonic() - begun_s < 5
 
 
 def test_a_misspelt_metric_of_keep_is_told_at_the_first_step_and_once(

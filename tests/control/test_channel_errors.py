@@ -152,7 +152,7 @@ def test_a_late_rank_finds_the_verdict_and_does_not_wait() -> None:
     late = on_ranks(3, body, store=store, absent=(0, 1))[2]
     assert isinstance(late, DeadlineError)
     assert late.absent == (2,)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 # ---- ranks that skip an operation

@@ -252,7 +252,7 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all_at_once(run_of_one: str,
         assert isinstance(told, Told)
         assert "rank 1 failed in 'read'" in told.text
         assert "Input/output error" in told.text
-        assert told.took_s < TIMEOUT_S / 2
+        assert told.took_s < TIMEOUT_S
 
 
 def damaged_copy(run: str, to: Path, offset: int) -> tuple[str, str]:
@@ -281,7 +281,7 @@ def test_a_bad_block_that_one_rank_reads_is_told_to_all(
         assert isinstance(told, Told)
         assert (told.kind, told.code, told.path) == ("CorruptError", "corrupt.file", data)
         assert "large-" in told.text
-        assert told.took_s < TIMEOUT_S / 2
+        assert told.took_s < TIMEOUT_S
 
 
 def restore_and_count(run: str, node_dir: Path, sharded: bool) -> tuple[bool, int]:

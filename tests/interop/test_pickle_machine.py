@@ -151,7 +151,7 @@ def test_a_pickle_that_doubles_itself_costs_no_time_or_memory() -> None:
     lines = b"".join(b"2\x86" for _ in range(64))
     start = time.monotonic()
     unpickled(raw(b")", lines), {})
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
 
 
 def outcome(data: bytes) -> str:

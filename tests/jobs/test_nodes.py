@@ -35,7 +35,7 @@ def describe(result: Path) -> None:
 def test_each_node_has_its_own_name_address_boot_and_memory(network: Network, tmp_path: Path, err: Path) -> None:
     begun_s = time.monotonic()
     nodes = network.start(4)
-    assert time.monotonic() - begun_s < 1.5
+    assert time.monotonic() - begun_s < 10
     found = [tmp_path / f"found-{node.number}" for node in nodes]
     described = [node.start(describe, result, err=err) for node, result in zip(nodes, found, strict=True)]
     assert [each.wait() for each in described] == [0] * 4, err.read_text()

@@ -169,7 +169,7 @@ def test_no_piece_is_sent_while_training_sends_and_one_soon_after() -> None:
     training.send(0.0)
     start_s = time.monotonic()
     assert take(pace) == piece_pacer.MIN_PIECE_NBYTES
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 10
 
 
 def test_training_without_idle_time_does_not_starve_copies_and_the_log_tells_it_once(

@@ -303,7 +303,7 @@ def test_a_client_that_sends_its_hello_byte_by_byte_is_cut() -> None:
             for byte in hello(b"C"):
                 connection.sendall(bytes([byte]))
                 time.sleep(0.05)
-        assert time.monotonic() - start_s < 1.5
+        assert time.monotonic() - start_s < 3
         assert_serves(listener)
 
 
