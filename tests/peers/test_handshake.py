@@ -302,7 +302,7 @@ def test_a_client_that_sends_its_hello_byte_by_byte_is_cut() -> None:
         with suppress(ConnectionError):
             for byte in hello(b"C"):
                 connection.sendall(bytes([byte]))
-                time.sleep(0.05)
+                time.sleep(0.2)
         assert time.monotonic() - start_s < 3
         assert_serves(listener)
 
