@@ -23,7 +23,7 @@ demo: $(VENV)/peers.stamp
 demo-nodes: $(VENV)/dev.stamp
 	$(VENV)/bin/python -m demo.nodes
 
-# Two for each of two cores, for tests of processes mostly wait; each file in one of them, whose warm ranks its tests share.
+# Three on two cores, for tests of processes mostly wait (four take as long, and miss limits of time); each file in one of them, whose warm ranks its tests share.
 test: $(VENV)/dev.stamp
 	$(VENV)/bin/pytest -q -n 3 --dist loadfile
 

@@ -87,7 +87,7 @@ def _head(run: Run, job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
 
 
 def _protection(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
-    """What the newest job knows of the protection of its saves, if it asked for any."""
+    """The line about the protection of the newest job's saves; none if the job asked for no protection."""
     since_s = last_job_restored_s(job.restores)
     own = [save for save in saves if save.begun_s >= since_s]
     figures = protection_figures(own)

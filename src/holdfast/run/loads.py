@@ -1,4 +1,4 @@
-"""What a process remembers of its loads, and what a save asks of them: which loads filled the objects of its state."""
+"""The loads that a process remembers, by which a save finds out which checkpoints its state came from."""
 
 from __future__ import annotations
 
