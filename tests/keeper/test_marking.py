@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import pytest
 
-from holdfast.keeper import marking
+from holdfast.errors import ConfigurationError
+from holdfast.keeper import marking, protecting
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.peer_memory import KEPT
 from holdfast.node_memory.generations import protected_ids
@@ -28,10 +29,11 @@ from holdfast.node_memory.peering import (
     trouble_elsewhere,
 )
 from holdfast.node_memory.slots import Slot, copy_names
+from holdfast.peers import tcp_listener
 from holdfast.peers.peer_messages import Declined
 from holdfast.peers.tcp import TcpConnection, TcpPeers
 from holdfast.run.history import Run
-from tests.keeper.test_copies import SECRET, keepers_of, look
+from tests.keeper.test_copies import SECRET, keepers_of, look, meet
 from tests.keeper.test_keeper_promises import Later
 from tests.keeper.test_persist import CHECKPOINT, Saved
 from tests.keeper.test_persist import folders as _folders
@@ -163,3 +165,28 @@ def test_the_ranks_of_all_nodes_hear_why_one_of_them_cannot_be_protected(
         assert not peer_trouble(other)  # its saves go on to wait for protection
     until(lambda: look(*keepers) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
     until(lambda: look(*keepers) and not any(trouble_elsewhere(folder) for folder in folders))
+
+
+def test_a_keeper_that_could_not_listen_tries_again(
+    saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not, so for want of a free port for a moment no snapshot of a job was protected."""
+    monkeypatch.setattr(protecting, "_LISTEN_AGAIN_S", 0.05)
+    note_secret(folders[0], PeerSecret(SECRET, "127.0.0.1"))
+    keeper = Keeper(folders[0])
+    stack.callback(keeper.close)
+    with monkeypatch.context() as patched:
+        patched.setattr(tcp_listener, "_listening", _raise_no_port)
+        keeper.look()
+        port = noted_port(folders[0])
+        assert port is not None
+        assert "no free port" in port.error
+    until(lambda: look(keeper) and (port := noted_port(folders[0])) is not None and not port.error)
+    second = Keeper(folders[1])
+    stack.callback(second.close)
+    meet(folders, [keeper, second])
+    until(lambda: look(keeper, second) and all(protected_ids(folder) == {CHECKPOINT} for folder in folders))
+
+
+def _raise_no_port(*_: object) -> None:
+    raise ConfigurationError("there is no free port.", code="config.peer", action="Name one.")

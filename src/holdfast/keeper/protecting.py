@@ -83,6 +83,8 @@ from holdfast.store.base import Bytes
 
 #: Number of slots sent at the same time.
 _NUM_SENDERS: Final = 4
+#: Interval at which a keeper that cannot listen tries to.
+_LISTEN_AGAIN_S: Final = 5.0
 #: The change of the speed of this node that a restore should know of.
 _SPEED_SHARE: Final = 0.2
 #: More than the resolution of the times of files.
@@ -127,12 +129,17 @@ class Protection:
         self._told_speed = 0.0
         #: The port that ranks of this node do not know yet, because their memory did not take the note.
         self._unnoted_port: PeerPort | None = None
+        #: The time at which this keeper tries again to listen, where it does not.
+        self._listens_at = 0.0
         self._is_memory_full = False
 
     def meet(self, slots: Iterable[Slot]) -> None:
         """Listen for peers, which may read `slots`, and take the table of a new job."""
         if self._unnoted_port is not None:
             self._note_port(self._unnoted_port)
+        if self._secret is not None and self._listener is None and time.monotonic() > self._listens_at:
+            self._listen(self._secret)
+            self.rows.join(self._parity_peers(self._session))
         changed_ns = self._folder.changed_ns()
         if changed_ns == self._met_ns:
             return
@@ -329,6 +336,7 @@ class Protection:
             except HoldfastError:
                 self._listener = transport.listen(self, secret=secret.secret)
         except HoldfastError as error:
+            self._listens_at = time.monotonic() + _LISTEN_AGAIN_S
             self._note_port(PeerPort(digest, error=str(error)))
             return
         self._transport = transport
