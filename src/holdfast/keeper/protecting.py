@@ -67,6 +67,7 @@ from holdfast.peers.peer_messages import (
     Noted,
     NoteProtected,
     NoteTrouble,
+    NotTaken,
     OfferCopy,
     OfferParity,
     PeerReply,
@@ -284,7 +285,7 @@ class Protection:
                 with self.copies.reading(slot) if slot.is_copy else self._own.reading(slot):
                     send_copy(way, slot, offer_of(slot), sealing, metered=nullcontext())
         except HoldfastError as error:
-            return Declined(error.message)
+            return NotTaken(str(error)) if error.code == "storage.memory" else Declined(error.message)
         return CopyKept()
 
     def sink(self, put: Put) -> PutSink:

@@ -155,8 +155,8 @@ class ListHeld(PeerMessage, frozen=True):
 
 class SendCopies(PeerMessage, frozen=True):
     """Have the peer send copies of its slots with these `files` of a checkpoint, or of those that it has copies of, to
-    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, or by
-    `Declined`."""
+    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, by
+    `NotTaken`, or by `Declined`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -236,6 +236,12 @@ class Declined(PeerMessage, frozen=True):
     reason: str
 
 
+class NotTaken(PeerMessage, frozen=True):
+    """The node that was to get copies does not take them, for want of memory, say: `reason` is its own."""
+
+    reason: str
+
+
 class Unprotected(PeerMessage, frozen=True):
     """The checkpoint is not protected yet: `reason` says why slots of another node cannot be."""
 
@@ -288,6 +294,7 @@ PeerReply: TypeAlias = (
     | ListedSlots
     | NodesFailed
     | Declined
+    | NotTaken
     | Unprotected
     | Damaged
     | Noted
