@@ -73,7 +73,7 @@ REPLIES = (
     CopyWanted(5, True),
     ListedSlots((ListedSlot(CHECKPOINT, SLOT),), (), (HeldRow(CHECKPOINT, RECORD),)),
     CopyKept(),
-    Declined("no room"),
+    Declined("no room", is_full=True),
     Unprotected("the peer is away"),
     NotTaken("there is no room"),
     Damaged("block 3"),

@@ -80,13 +80,13 @@ def send_copy(
     verified. Returns true.
 
     Raises:
-        StorageError: the peer cannot be reached, or found other bytes than were offered; code ``storage.memory``, it
-            does not take the copy, for which its node has no memory, say.
+        StorageError: the peer cannot be reached, or found other bytes than were offered; code ``storage.memory``, its
+            node has no memory for the copy.
     """
     nbytes = offer.contents.files[-1].stop
     with way.connect() as connection:
         reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
-        if isinstance(reply, Declined):
+        if isinstance(reply, Declined) and reply.is_full:
             raise not_taken(way.address, reply.reason)
         if isinstance(reply, CopyWanted):
             if reply.needs_generation:

@@ -18,7 +18,7 @@ def peer_failed(address: str, what: str) -> StorageError:
 
 
 def not_taken(address: str, reason: str) -> StorageError:
-    """The keeper at `address` does not take a copy, for which its node has no memory, say."""
+    """The keeper at `address` does not take a copy, because the memory of its node cannot be used for it."""
     return StorageError(
         f"the keeper at {address} does not take the copy: {reason}",
         code="storage.memory",

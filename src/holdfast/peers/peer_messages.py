@@ -231,13 +231,14 @@ class NodesFailed(PeerMessage, frozen=True):
 
 
 class Declined(PeerMessage, frozen=True):
-    """The peer does not take the copy now. Training goes on."""
+    """The peer does not take the copy now. Training goes on. `is_full`: its memory cannot be used for it."""
 
     reason: str
+    is_full: bool = False
 
 
 class NotTaken(PeerMessage, frozen=True):
-    """The node that was to get copies does not take them, for want of memory, say: `reason` is its own."""
+    """The node that was to get copies has no memory for them: `reason` is its own."""
 
     reason: str
 
