@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import give_up_generation, protected_ids
 from holdfast.node_memory.limits import MemoryLimit
 from holdfast.node_memory.parity_records import parity_in, record_of
-from holdfast.node_memory.peering import peer_trouble
+from holdfast.node_memory.peering import peer_trouble, trouble_elsewhere
 from holdfast.node_memory.slots import Slot, SlotState, parity_names
 from holdfast.peers.peer_messages import Declined, OfferParity
 from holdfast.protection.erasure import STRIP_NBYTES, add_multiple
@@ -48,6 +49,7 @@ def test_saves_do_not_wait_for_parity_that_a_node_makes_too_slowly(made: Made, m
     """Only copies had a limit, so saves waited for as long as one node took to offer its part, or to read others'."""
     monkeypatch.setattr(peer_session, "_PATIENCE_S", 0.2)
     nodes = made(1)
+    nodes.look()  # so that the late one knows the others
     snapshot = Snapshot(nodes, 1).stage(nodes)
     late = 2
     told = "step 1 is not protected yet: its parity is not complete on all nodes of the group."
@@ -55,6 +57,21 @@ def test_saves_do_not_wait_for_parity_that_a_node_makes_too_slowly(made: Made, m
     nodes.protect(snapshot)
     until(lambda: nodes.look() and not any(map(peer_trouble, nodes.folders)))
     assert not peer_trouble(nodes.folders[0])
+
+
+def test_parity_that_is_late_names_the_node_that_refuses_it(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a while, all nodes said only that parity is not complete on all nodes of the group."""
+    monkeypatch.setattr(peer_session, "_PATIENCE_S", 0.2)
+    nodes = made(1)
+    snapshot = Snapshot(nodes, 1).stage(nodes)
+    with monkeypatch.context() as patched:
+        patched.setattr(nodes.keepers[2]._rows, "offer", lambda _: Declined("there is no room"))
+        end_s = time.monotonic() + 1
+        until(lambda: nodes.look() and time.monotonic() > end_s)
+        for number in (0, 1):
+            assert "there is no room" in peer_trouble(nodes.folders[number])
+        until(lambda: nodes.look() and "there is no room" in trouble_elsewhere(nodes.folders[2]))
+    nodes.protect(snapshot)
 
 
 def rows_in(nodes: ParityNodes, number: int) -> list[Slot]:

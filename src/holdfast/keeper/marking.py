@@ -80,11 +80,13 @@ class Marking:
         """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
         the generation. `due` are the slots of a generation that is not marked."""
         slots = [(slot, contents) for slot in due if (contents := slot.record.contents) is not None]
+        if not slots:
+            return
         partners = set(session.table.partners)
         kept = [each for each in slots if session.kept.get((each[0].name, each[1].checkpoint_id), set()) >= partners]
-        if not kept:
+        if not kept and not session.lateness:  # else the first node may know why
             return
-        contents = kept[0][1]  # all are of one generation
+        contents = (kept or slots)[0][1]  # all are of one generation
         if len(kept) == len(slots):
             session.encoded = contents.checkpoint_id, contents.step, math.inf
             session.await_mark(contents, sum(slot.nbytes for slot, _ in kept))

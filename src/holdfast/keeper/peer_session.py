@@ -130,6 +130,14 @@ class PeerSession:
             self.marked = checkpoint_id
             return True
 
+    @property
+    def lateness(self) -> str:
+        """What did not come in time, so that saves should not wait for it: parity, or a mark; "" where all did."""
+        _, step, until_s = self.encoded
+        if time.monotonic() > until_s:
+            return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."
+        return self.unmarked
+
     def note_trouble(self, node: int, trouble: str) -> None:
         """Note on the first node why slots of a node cannot be protected now. Any thread may call it."""
         with self.lock:

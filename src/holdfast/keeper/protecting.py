@@ -189,7 +189,7 @@ class Protection:
         self._marking.say(session, due)
         trouble = self._trouble(session)
         self._marking.complain(session, trouble)
-        self._tell(trouble or session.unmarked, others=session.trouble_elsewhere if due and not trouble else "")
+        self._tell(trouble or session.lateness, others=session.trouble_elsewhere if due and not trouble else "")
         return bool(self._sending)
 
     def _send_due(self, session: PeerSession, due: Sequence[Slot]) -> None:
@@ -450,14 +450,11 @@ class Protection:
             self._told_speed = speed
 
     def _trouble(self, session: PeerSession) -> str:
-        """The reason why the slots of this node are not protected now; "" where there is none."""
+        """The reason why the slots of this node cannot be protected now; "" where none is known."""
         for sending in self._sending.values():
             if sending.session is session and sending.is_slow:
                 address = session.table.nodes[sending.target].address
                 return f"step {sending.contents.step} is not protected by {address} yet, which takes it slowly."
-        _, step, until_s = session.encoded
-        if time.monotonic() > until_s:
-            return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."
         return next(filter(None, (*(each.trouble for each in session.peers.values()), self.rows.trouble)), "")
 
     def _tell(self, trouble: str, *, others: str) -> None:
