@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,8 @@ from holdfast.store.base import Location
 
 #: The code of errors that say that storage has no space.
 FULL: Final = "storage.full"
+#: Most steps that a message names one by one.
+_MOST_NAMED: Final = 6
 #: The beginning of errors that last until somebody changes the set-up.
 _SET_UP: Final = "[config."
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
@@ -32,6 +35,28 @@ def incomplete(step: int) -> StateError:
         action="Read the log of that rank for the cause. The next save tries again.",
         step=step,
     )
+
+
+def kept_on_node(steps: Sequence[int], *, on_disk: Collection[int]) -> tuple[str, ...]:
+    """The details of an error about snapshots of `steps` that are not durable yet: where this rank's parts are safe. The
+    parts of the steps `on_disk` are on the disk of the node."""
+    disk, memory = [step for step in steps if step in on_disk], [step for step in steps if step not in on_disk]
+    kept = [f"of {_named(disk)} on the disk of its node"] if disk else []
+    kept += [f"of {_named(memory)} in the memory of its node, until the node goes down"] if memory else []
+    if not kept:
+        return ()
+    return (
+        f"The part of this rank is safe: {'; '.join(kept)}.",
+        "The keeper goes on without this process: it brings these steps to the run when the store takes them, the oldest "
+        "first. holdfast ls lists them then, and a restore on the same nodes finds them before.",
+    )
+
+
+def _named(steps: Sequence[int]) -> str:
+    """Steps in words; of many, only the first and the last one."""
+    if len(steps) > _MOST_NAMED:
+        return f"{len(steps)} steps from {min(steps)} to {max(steps)}"
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))
 
 
 def unwatched(step: int) -> DeadlineError:
