@@ -326,6 +326,7 @@ def test_a_close_while_the_store_is_unreachable_says_which_steps_are_safe_and_wh
         train()
     assert "an exception ended training before all saves were durable. The part of this rank is safe" in caplog.text
 
+
 @pytest.mark.slow
 def test_a_save_that_finds_no_slot_in_time_is_missed_and_the_next_ones_wait_only_a_moment(
     run: str, far_run: str, proxy: FaultProxy, memory: Memory
