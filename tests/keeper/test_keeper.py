@@ -225,7 +225,7 @@ def test_a_keeper_without_keys_makes_durable_what_is_there_and_gives_way_to_one_
         rank.start()
     for rank in ranks:
         rank.join()
-    assert other.wait(60) == 0
+    assert other.wait(20) == 0
     assert states(saved) == {SlotState.COMMITTED}
     until(lambda: keeper_of(folder.path) != first)
     second = keeper_of(folder.path)

@@ -361,6 +361,14 @@ KEEPER_MUTATIONS = [
         "        end_keeper(folder, timeout_s=timeout_s)\n",
         "",
     ),
+    Mutation(  # disk sweep ends the look
+        "checkpointer/test_local_disk.py"
+        "::test_a_disk_that_has_become_read_only_ended_a_job_whose_newest_checkpoint_it_has",
+        "keeper/disk_tier.py",
+        "                with self._telling():  # a disk that has become read-only has checkpoints that the run may lack\n"
+        "                    sweep(disk)\n",
+        "                sweep(disk)\n",
+    ),
     Mutation(  # lock keeper without keys stays
         "keeper/test_keeper.py::test_a_keeper_without_keys_makes_durable_what_is_there_and_gives_way_to_one_with_keys",
         "keeper/client.py",
