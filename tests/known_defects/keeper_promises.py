@@ -365,7 +365,7 @@ KEEPER_MUTATIONS = [
         "checkpointer/test_local_disk.py"
         "::test_a_disk_that_has_become_read_only_ended_a_job_whose_newest_checkpoint_it_has",
         "keeper/disk_tier.py",
-        "                with self._telling():  # checkpoints of a disk that has become read-only count, too\n"
+        "                with self._telling():  # a disk that has become read-only may have what the run lacks\n"
         "                    sweep(disk)\n",
         "                sweep(disk)\n",
     ),

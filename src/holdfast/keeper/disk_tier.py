@@ -80,7 +80,7 @@ class DiskTier:
             if disk in self._met:
                 continue
             try:
-                with self._telling():  # checkpoints of a disk that has become read-only count, too
+                with self._telling():  # a disk that has become read-only may have what the run lacks
                     sweep(disk)
                 for part in found_parts(disk):
                     self._parts[part.checkpoint_id] = part
