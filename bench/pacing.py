@@ -12,10 +12,11 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -131,12 +132,10 @@ class _Loop:
     def __init__(self, job: PacedJob, name: str) -> None:
         self._job = job
         self._is_protected = name != NO_COPIES
-        memory = holdfast.Memory(
-            node_dir=MEMORY,
-            protect=job.policy if self._is_protected else None,
-            require_protection=self._is_protected,
-            protect_pace="none" if name == UNPACED else "auto",
-        )
+        memory = holdfast.Memory(node_dir=MEMORY)
+        if self._is_protected:
+            pace: Literal["auto", "none"] = "none" if name == UNPACED else "auto"
+            memory = replace(memory, protect=job.policy, require_protection=True, protect_pace=pace)
         state = {f"rank {dist.get_rank()}": torch.zeros(job.state_nbytes, dtype=torch.uint8)}
         self.checkpointer = holdfast.Checkpointer(Path(job.folder, name), state, memory=memory)
         self._reduced = torch.zeros(REDUCED_NBYTES // 4)

@@ -14,6 +14,8 @@ from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.checkpointer.test_damaged_snapshots import continue_keepers, stop_keepers
 from tests.checkpointer.test_protection import COPIES, TIERS, holders_of, lose, restored_tiers
+from tests.store.test_posix_storage import mounted
+from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 
@@ -68,6 +70,20 @@ def test_nodes_without_a_part_are_asked_though_the_first_node_is_new(tmp_path: P
     for node in nodes[:4]:
         continue_keepers(node)
     assert run_ranks(2, restored_tiers, run, [nodes[4], nodes[1]]) == [("peer memory", 3, True, TIERS)] * 2
+
+
+def test_a_full_node_leaves_what_nodes_without_a_part_send_to_another_one(tmp_path: Path, nodes: list[Path]) -> None:
+    """The node that sent was blamed for the refusal of the full one. Storage was restored."""
+    run = str(tmp_path / "run")
+    holder = saved_to_memory(run, nodes)
+    for node in nodes[:4]:
+        continue_keepers(node)
+    left = [node for node in nodes[:4] if node not in (nodes[1], holder)]
+    with mounted(tmp_path / "small", "tmpfs", "size=1m") as small:
+        try:
+            assert run_ranks(2, restored_tiers, run, [small, left[0]]) == [("peer memory", 3, True, TIERS)] * 2
+        finally:
+            end_keepers(small)
 
 
 @pytest.mark.slow

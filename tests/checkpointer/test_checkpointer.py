@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from holdfast.format.records import Place
 from holdfast.node_memory.keeper_lock import is_kept
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, slot_names
+from holdfast.observing import JsonLines
 from holdfast.run.history import Run
 from holdfast.snapshot import capture as snapshot_module
 from holdfast.snapshot.routes import Pair
@@ -385,11 +387,12 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
 
 
 def test_a_save_that_waits_for_memory_says_so(
-    run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, run: str, memory: Memory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("holdfast.checkpointer.memory_tier._PATIENCE_S", 0.2)
+    records = tmp_path / "records"
     with (
-        Checkpointer(run, Loop().state, memory=memory) as checkpointer,
+        Checkpointer(run, Loop().state, memory=memory, listeners=[JsonLines(records)]) as checkpointer,
         folder_of(run, memory.node_dir) as folder,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -401,6 +404,9 @@ def test_a_save_that_waits_for_memory_says_so(
         until(lambda: "save of step 3 waits for memory: the snapshots of rank 0 are not durable yet" in caplog.text)
         os.kill(keeper, signal.SIGCONT)
         waiting.result(60)
+    told = [json.loads(line) for path in records.iterdir() for line in path.read_text().splitlines()]
+    waits = [(each["step"], each["message"]) for each in told if each["event"] == "SaveWaiting"]
+    assert waits == [(3, "the snapshots of rank 0 are not durable yet")]
 
 
 def test_restoring_in_the_middle_waits_for_the_copy_and_leaves_it_as_it_was(run: str, memory: Memory) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,23 @@ def test_the_path_of_a_file_given_as_text_is_no_domain() -> None:
     """It was the domain `etc/x` of every node, and the job heard only that all nodes were in it."""
     with pytest.raises(ValueError, match=r"looks like the path of a file.*pass Path\('/etc/x'\)"):
         Memory(protect=Copies(1), domain="/etc/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"domain": "block-2/rack-7"}, "domain="),
+        ({"domain": Path("/etc/holdfast-domain")}, "domain="),
+        ({"protect_pace": "idle"}, "protect_pace="),
+        ({"protect_pace": "none"}, "protect_pace="),
+        ({"protect_bytes_per_s": 5e6}, "protect_bytes_per_s="),
+        ({"require_protection": True}, "require_protection=True"),
+    ],
+)
+def test_options_of_protection_without_protection_are_refused(options: dict[str, Any], name: str) -> None:
+    """All but `require_protection` were accepted, and whoever forgot `protect=` trained without protection."""
+    with pytest.raises(ValueError, match=f"{name} needs protect=, such as holdfast.Copies"):
+        Memory(**options)
 
 
 @pytest.mark.parametrize("domain", [7, b"rack-7", ("block-2", "rack-7")])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from holdfast import Checkpointer, Copies, Memory
 from holdfast.checkpointer.peer_meeting import _domains, _require_unlike
 from holdfast.errors import ConfigurationError
-from holdfast.node_memory.peering import PeerNode, noted_table
+from holdfast.node_memory.peering import PeerNode, PeerPort, note_port, noted_port, noted_table
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_checkpointer_ranks import sharded
 from tests.support.keepers import end_keepers
@@ -117,3 +117,31 @@ def test_an_evaluation_does_not_take_the_peers_of_a_job_that_begins_to_train_bes
     """It looked for a trainer once, and introduced the keepers to its own nodes a moment later: nothing that the other
     job saved was protected from then on."""
     assert run_ranks(2, restore_beside_a_trainer, str(tmp_path / "run"), nodes, num_looks) == [True, True]
+
+
+def met_keeper(run: str, node_dirs: Sequence[Path]) -> list[bool]:
+    """Meet at the first save. Returns whether the peers have to meet again: at once, where the keeper does not listen,
+    where it listens elsewhere, and where it listens for those of another job."""
+    start_new_job()
+    memory = Memory(node_dir=node_dirs[dist.get_rank()], protect=Copies(1))
+    with Checkpointer(run, sharded(-1, dim=0), memory=memory, timeout_s=20.0) as checkpointer:
+        checkpointer.save(1).protected.wait(20)
+        tier = checkpointer._tier
+        assert tier is not None
+        found = [tier.stager.has_to_meet]
+        with folder_of(run, node_dirs[dist.get_rank()]) as folder:
+            port = noted_port(folder)
+            assert port is not None
+            others = PeerPort(port.secret_digest, error="no port"), PeerPort(port.secret_digest, port.port + 1)
+            for other in (*others, PeerPort(b"another", port.port + 1)):
+                note_port(folder, other)
+                found.append(tier.stager.has_to_meet)
+            note_port(folder, port)
+        dist.barrier()
+    return found
+
+
+def test_peers_meet_again_when_a_keeper_listens_at_another_port(tmp_path: Path, nodes: list[Path]) -> None:
+    """They never did, so the peers of a keeper whose port somebody had taken did not find the next one."""
+    expected = [False, False, True, False]
+    assert run_ranks(2, met_keeper, str(tmp_path / "run"), nodes) == [expected, expected]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from holdfast import Checkpointer, ConfigurationError, EverySteps, Memory, RejectedSource
+from holdfast import Checkpointer, ConfigurationError, EverySteps, HoldfastError, Memory, RejectedSource
+from holdfast.cooperative.network import own_host
+from holdfast.node_memory.peering import noted_port
 from holdfast.node_memory.slots import WHOLE, Slot, copy_names, parity_names, rank_of, slot_names
 from holdfast.protection.policies import Copies, Parity
 from tests.checkpointer.test_checkpointer import folder_of
@@ -257,6 +261,46 @@ def test_a_job_without_protection_does_not_keep_the_memory_that_an_earlier_one_t
     run = str(tmp_path / "run")
     assert run_ranks(2, save_protected, run, nodes[:2], (1, 2), protect) == [[True, True]] * 2
     assert run_ranks(2, save_unprotected, run, nodes[:2]) == [True, True]
+
+
+def save_where_a_stranger_takes_the_port(run: str, node_dirs: Sequence[Path], number: int) -> bool:
+    """Save, kill the keeper of node `number`, and take its port. Returns whether a later save is protected."""
+    start_new_job()
+    node_dir = node_dirs[dist.get_rank()]
+    state = sharded(-1, dim=0)
+    memory = Memory(node_dir=node_dir, protect=COPIES)
+    with Checkpointer(run, state, memory=memory, timeout_s=20.0) as checkpointer, socket.socket() as stranger:
+        checkpointer.save(1).protected.wait(20)
+        dist.barrier()
+        with folder_of(run, node_dir) as folder:
+            port = noted_port(folder)
+        assert port is not None
+        if dist.get_rank() == number:
+            end_keepers(node_dir)
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            stranger.bind((own_host(), port.port))
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        protected = torch.zeros(1)
+        for step in range(2, 200):
+            handle = checkpointer.save(step)
+            with suppress(HoldfastError):
+                handle.protected.wait(0.5)
+            protected[0] = handle.protected.is_done
+            dist.all_reduce(protected)
+            if protected.item() == dist.get_world_size():
+                break
+    return bool(protected.item())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_keeper_whose_port_a_stranger_has_taken_is_found_again(
+    tmp_path: Path, nodes: list[Path], number: int
+) -> None:
+    """The next keeper listened at another port, which its peers never heard of: until the end of the job, no snapshot
+    was protected."""
+    run = str(tmp_path / "run")
+    assert run_ranks(2, save_where_a_stranger_takes_the_port, run, nodes[:2], number) == [True, True]
 
 
 def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Copies | Parity | None, call: str) -> str:

@@ -17,7 +17,7 @@ from holdfast.checkpointer.watcher import Watcher
 from holdfast.errors import DeadlineError, StorageError
 from holdfast.node_memory.generations import mark_protected
 from holdfast.node_memory.node_folder import NodeFolder
-from holdfast.node_memory.peering import note_peer_trouble
+from holdfast.node_memory.peering import note_peer_trouble, note_trouble_elsewhere
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
 from tests.keeper.test_persist import CHECKPOINT, Saved
@@ -83,6 +83,18 @@ def test_a_wait_for_protection_in_vain_says_why_the_last_try_failed(tmp_path: Pa
         watched.handle.protected.wait(0.001)
     mark_protected(watched.folder, CHECKPOINT)
     watched.handle.protected.wait(30)
+
+
+def test_a_wait_for_protection_in_vain_says_why_another_node_cannot_be_protected(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Ranks of nodes whose own copies were kept were told to read the log of the keeper."""
+    watched = Watched(tmp_path, stack)
+    note_trouble_elsewhere(watched.folder, "the keeper at 10.0.3.18:40001 says: there is no room")
+    watched.watcher.begin()
+    until(lambda: bool(watched.handle.protected.trouble))
+    with pytest.raises(DeadlineError, match=r"10\.0\.3\.18:40001 says: there is no room"):
+        watched.handle.protected.wait(0.001)
 
 
 def test_the_first_rank_logs_a_save_that_was_not_protected(caplog: pytest.LogCaptureFixture) -> None:

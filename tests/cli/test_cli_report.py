@@ -169,6 +169,21 @@ def test_top_shows_what_ranks_do_for_the_save_under_way(begun: str) -> None:
     assert any(line.endswith(": 1 rank in store, 1 rank in copy, 1 rank in agree") for line in done.lines)
 
 
+def test_top_says_that_a_save_waits_for_a_slot_and_what_keeps_it(begun: str) -> None:
+    """It said that the ranks agreed."""
+    why = "the newest snapshots of ranks 0, 1 are not protected by other nodes yet"
+    clock = RankClock(0, 2)
+    waiting = [next(recorded_save(clock, 0)), clock.record("SaveWaiting", 5.0, step=99, message=why)]
+    write_records(Path("live"), [*waiting, next(recorded_save(RankClock(1, 2), 0))])
+    lines = holdfast_command("top", begun, "--events", "live").lines
+    assert any(line.endswith(": 1 rank waiting for a slot, 1 rank in agree") for line in lines)
+    assert f"  {why}" in lines
+    write_records(Path("later"), [*waiting, clock.record("SavePlaced", 6.0, step=99, place="1.1")])
+    lines = holdfast_command("top", begun, "--events", "later").lines
+    assert any(line.endswith(": 1 rank in copy") for line in lines)
+    assert f"  {why}" not in lines
+
+
 def test_top_shows_no_save_of_a_job_that_was_killed_as_under_way(begun: str) -> None:
     clock = RankClock(0, 1)
     records = [

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import ConfigurationError, StorageError
-from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder, node_folders, turn_dir
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder, memory_error, node_folders, turn_dir
 
 RUN = "/shared/runs/gpt"
 
@@ -73,6 +73,23 @@ def test_a_new_file_replaces_none(folder: NodeFolder) -> None:
     folder.remove("slot")
     with pytest.raises(FileNotFoundError):
         folder.open("slot")
+
+
+@pytest.mark.parametrize(
+    ("number", "action"),
+    [
+        (errno.EMFILE, r"ulimit -n"),
+        (errno.EFBIG, r"ulimit -f"),
+        (errno.ENOMEM, r"ulimit -v"),
+        (errno.ENOSPC, r"Make room there"),
+    ],
+)
+def test_memory_that_a_limit_of_the_process_closes_is_not_called_full(number: int, action: str) -> None:
+    """All said: make room there."""
+    error = memory_error(Path("/dev/shm"), OSError(number, os.strerror(number)))
+    assert os.strerror(number) in error.message
+    assert action in error.action
+    assert ("Make room" in error.action) == (number == errno.ENOSPC)
 
 
 def test_memory_is_a_folder_by_default() -> None:

@@ -23,6 +23,7 @@ EVENTS = (
     *(
         "SaveBegun",
         "SaveMemoryReady",
+        "SaveWaiting",
         "SavePlaced",
         "SaveStaged",
         "SaveSealed",

@@ -57,8 +57,8 @@ def capture(
 ) -> Snapshot | Exception:
     """Take a snapshot of the state as it is now, under the guard of `stager`. Returns the error if the state cannot be
     saved, because all ranks must hear of it."""
-    if known.share is not None and not stager.fits(known.share):
-        known.share = None  # so that rank 0 sends the next plan to all ranks, which then take memory for it
+    if known.share is not None and (stager.has_to_meet or not stager.fits(known.share)):
+        known.share = None  # so that rank 0 sends the next plan to all ranks, which then take memory for it, and meet
     try:
         snapshot = Snapshot(state, rank=channel.rank, world_size=channel.world_size, last=known.walk, select=select)
         stager.guard.hook(snapshot.optimizers)

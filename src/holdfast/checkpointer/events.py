@@ -61,6 +61,14 @@ class SavePlaced(_Timed):
 
 
 @dataclass(frozen=True, slots=True)
+class SaveWaiting(_Timed):
+    """The save has waited for a slot of memory for some seconds, and goes on to wait; `why` says what keeps them."""
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class SaveSkipped(_Timed):
     """The save was skipped, because no slot of memory was free; `error` says so."""
 
@@ -277,6 +285,7 @@ SaveEvent = (
     SaveBegun
     | SaveMemoryReady
     | SavePlaced
+    | SaveWaiting
     | SaveSkipped
     | SaveStaged
     | SaveSealed

@@ -26,6 +26,7 @@ from holdfast.peers.peer_messages import (
     Damaged,
     Declined,
     NodesFailed,
+    NotTaken,
     OfferCopy,
     RebuildCopy,
     RequestRefused,
@@ -170,7 +171,10 @@ class _RankWork(NamedTuple):
         patience_s = _SEND_S + _SEND_S_PER_NBYTES * sum(part.nbytes for part in away.slot.files)
         try:
             with way.connect() as connection:
-                require(connection.ask(request, timeout_s=min(patience_s, left_s)), CopyKept, way)
+                reply = connection.ask(request, timeout_s=min(patience_s, left_s))
+                if isinstance(reply, NotTaken):
+                    return _RebuildReport(full=(self.own,), trouble=reply.reason)
+                require(reply, CopyKept, way)
         except HoldfastError as error:  # another node may have a copy
             return _RebuildReport((away.node,), trouble=error.message)
         return _RebuildReport()

@@ -54,10 +54,10 @@ class Memory:
         if not isinstance(protect, Copies | Parity | None):
             raise TypeError(f"protect is holdfast.Copies(n), holdfast.Parity(losses) or None, not {protect!r}")
         check_flag("require_protection", self.require_protection)
-        if self.require_protection and protect is None:
-            raise ValueError("require_protection=True needs protect=, such as holdfast.Copies(1)")
         self._check_domain()
         self._check_pacing()
+        if protect is None:
+            self._check_unprotected()
         least = "one must be whole while the next is copied"
         object.__setattr__(self, "generations", checked_number("generations", self.generations, least=2, reason=least))
         node_dir: object = self.node_dir
@@ -67,6 +67,18 @@ class Memory:
                 "for saves to storage alone"
             )
         object.__setattr__(self, "node_dir", Path(absolute(str(node_dir))))
+
+    def _check_unprotected(self) -> None:
+        """Refuse options that say how snapshots are protected, where nothing protects them."""
+        given = {
+            "require_protection=True": self.require_protection,
+            "domain=": self.domain is not None,
+            "protect_pace=": self.protect_pace != "auto",
+            "protect_bytes_per_s=": self.protect_bytes_per_s is not None,
+        }
+        option = next((option for option, is_given in given.items() if is_given), "")
+        if option:
+            raise ValueError(f"{option} needs protect=, such as holdfast.Copies(1), without which nothing is protected")
 
     def _check_domain(self) -> None:
         domain: object = self.domain

@@ -59,6 +59,7 @@ def save_into_memory(
             memory_only=machine.memory_only,
             left_s=left_s,
             check=check,
+            tell=machine.wait_for_slot,
         )
         if not free.has_room:
             why_skipped = skipped_in_memory if machine.memory_only else skipped

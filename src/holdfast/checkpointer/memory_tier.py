@@ -236,10 +236,12 @@ class MemoryTier:
         memory_only: bool = False,
         left_s: Callable[[], float] = lambda: math.inf,
         check: Callable[[str], None] = lambda _: None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> SnapshotRoom:
         """Find out whether all ranks have room for another snapshot. Waits for room if `when_full` says so. Before
         that, waits until the checkpoint that this job restored from memory is committed. It waits for nothing when
-        ``left_s`` of any rank, the time until its machine is gone, is over, nor for a save to memory alone. Collective.
+        ``left_s`` of any rank, the time until its machine is gone, is over, nor for a save to memory alone. Calls
+        `tell` with the reason when it has waited for some seconds. Collective.
 
         Raises an error that `is_unusable`, on all ranks, if any rank cannot use its memory, or puts off trying it;
         ``config`` errors if this job restored nothing and must not begin the run anew; and `FencedError` if the
@@ -282,6 +284,7 @@ class MemoryTier:
             if time.monotonic() > told_at:
                 told_at = math.inf
                 _log.warning("%s waits for memory: %s", channel.label, found.why_full)
+                tell(found.why_full)
             time.sleep(_LOOK_S)
 
     def _found(

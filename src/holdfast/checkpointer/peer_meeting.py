@@ -110,6 +110,9 @@ class PeerMeeting:
         self.copies_left: CopiesLeft | None = None
         self.error: HoldfastError | None = _not_met()
         self._secret = secrets.token_bytes(_SECRET_NBYTES)
+        #: The secret of the last meeting, which is rank 0's, and the port at which the keeper of this node listened for
+        #: those that know it (None: it did not).
+        self._met: tuple[bytes, int | None] = (b"", None)
         self._notes: tuple[str, ...] = ()
 
     def meet(self, folder: NodeFolder, part: ProtectedPart, channel: Channel, deadline: Deadline) -> None:
@@ -132,6 +135,13 @@ class PeerMeeting:
                 raise
             if channel.rank == 0 and (before is None or str(before) != str(error)):
                 _log.warning("the memory of the nodes is not protected against their loss: %s", error)
+
+    def is_outdated(self, folder: NodeFolder) -> bool:
+        """Whether the keeper of `folder` has begun to listen since the last meeting, or listens at another port, which
+        its peers do not know: a new one does where a stranger has taken the port of the one that died."""
+        (secret, met_port), port = self._met, noted_port(folder)
+        is_ours = port is not None and not port.error and port.secret_digest == digest_of(secret)
+        return is_ours and port is not None and port.port != met_port
 
     def protect_again(
         self,
@@ -192,7 +202,10 @@ class PeerMeeting:
 
         def listen() -> ReachedKeeper:
             before_note()
-            return reached(folder, placed.secret)
+            self._met = (placed.secret, None)
+            keeper = reached(folder, placed.secret)
+            self._met = (placed.secret, int(keeper.address.rpartition(":")[2]))
+            return keeper
 
         def table(reached: Sequence[ReachedKeeper]) -> PeerTable:
             addresses = {each.identity: each.address for each in reached}

@@ -25,6 +25,7 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnprotected,
     SaveUnwatched,
+    SaveWaiting,
 )
 from holdfast.checkpointer.restore_report import Tier
 from holdfast.errors import HoldfastError
@@ -85,6 +86,10 @@ class SaveMachine:
     def begin(self, tier: Tier, *, is_first_rank: bool) -> None:
         """The save starts on `tier`."""
         self._tell(SaveBegun(self.step, tier, is_first_rank, self.memory_only))
+
+    def wait_for_slot(self, why: str) -> None:
+        """The save has waited for a slot for some seconds, and goes on to wait."""
+        self._tell(SaveWaiting(self.step, why))
 
     def have_memory(self, waited_s: float) -> None:
         """The memory for a new plan is ready."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from errno import ENOENT
 from functools import partial
 from pathlib import Path
@@ -104,6 +105,14 @@ class Stager:
             self._meeting.meet(folder, self.protected_part(flat, channel), channel, deadline)
         elif noted_secret(folder) is not None:  # an earlier job wanted it, or a restore needed other nodes
             forget_peers(folder)
+
+    @property
+    def has_to_meet(self) -> bool:
+        """Whether peers have to meet again, because they do not know where the keeper of this node listens now."""
+        memory = self._memory.current
+        with suppress(OSError):  # another thread is giving the memory back
+            return self._meeting is not None and memory is not None and self._meeting.is_outdated(memory.folder)
+        return False
 
     @property
     def policy(self) -> str:

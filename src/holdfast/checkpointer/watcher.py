@@ -23,7 +23,7 @@ from holdfast.latch import Latch
 from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_memory.generations import is_protected
 from holdfast.node_memory.node_folder import unusable_memory
-from holdfast.node_memory.peering import peer_trouble
+from holdfast.node_memory.peering import peer_trouble, trouble_elsewhere
 from holdfast.node_memory.slots import Slot, SlotState
 from holdfast.run.history import Run
 from holdfast.store.base import Location
@@ -195,7 +195,7 @@ class Watcher:
             if is_protected(memory.folder, pending.checkpoint_id):
                 machine.protect()
                 return
-            trouble = peer_trouble(memory.folder)
+            trouble = trouble_elsewhere(memory.folder) or peer_trouble(memory.folder)
             if slot is not None and not _holds(slot, pending.checkpoint_id):
                 machine.leave_unprotected(replaced_unprotected(machine.step, trouble))
             elif trouble:

@@ -129,9 +129,12 @@ def _now(job: JobEvents, saves: Sequence[JobSave], committed: Collection[str]) -
             continue
         now = [each for each in save.ranks if each.outcome == UNDER_WAY]
         if save.durable_s is None and now:
-            phases = Counter(each.phase_now for each in now)
-            ranks = ", ".join(f"{count(number, 'rank')} in {phase}" for phase, number in phases.items())
+            doing = Counter(each.doing_now for each in now)
+            ranks = ", ".join(f"{count(number, 'rank')} {what}" for what, number in doing.items())
             yield Text(f"step {save.step:,} since {age(time.time() - save.begun_s)}: {ranks}", "yellow")
+            why = next((each.waits_for for each in now if not each.spans and each.waits_for), "")
+            if why:
+                yield Text(f"  {printable(why)}", "yellow")
             if save.trouble:
                 yield Text(f"  {printable(save.trouble)}", "red")
 

@@ -138,7 +138,7 @@ class PeerCopies:
                 self._copies[incoming.slot.name] = incoming.slot
                 self._incoming[token] = incoming
         except (HoldfastError, OSError) as error:
-            return Declined(str(error))
+            return Declined(str(error), is_full=True)
         finally:
             self._end_preparing(offer.rank)
         return CopyWanted(token, needs_generation=incoming.sealing is None)
@@ -162,7 +162,7 @@ class PeerCopies:
                 with self._lock:
                     self._copies[slot.name] = slot
         except (HoldfastError, OSError) as error:
-            return Declined(str(error))
+            return Declined(str(error), is_full=True)
         finally:
             self._end_preparing(rank)
         return Noted()

@@ -23,6 +23,8 @@ _PATIENCE_S_PER_NBYTES: Final = 10 / (1 << 30)
 _MARK_S: Final = 3.0
 #: Interval at which a peer is asked again whether its rows of parity are complete.
 _ASK_AGAIN_S: Final = 0.1
+#: Time for which the trouble of another node counts that has not been told again.
+_TROUBLE_S: Final = 5.0
 _RETRIES: Final = RetryBudget(total_s=math.inf, first_s=0.5, longest_s=15.0)
 
 
@@ -41,6 +43,10 @@ class Sending(NamedTuple):
     target: int
     sent: Future[bool]
     begun_s: float
+
+    def is_to(self, session: PeerSession, target: int) -> bool:
+        """Whether it is to that peer of that session."""
+        return self.session is session and self.target == target
 
     @property
     def is_slow(self) -> bool:
@@ -94,6 +100,10 @@ class PeerSession:
     encoded: tuple[str, int, float] = ("", 0, math.inf)
     #: The reason why saves should not wait for a mark, since one did not come in time; "" since one has come.
     unmarked: str = ""
+    #: By node, the trouble that it has told the first node, and when. Only the first node has it.
+    troubles: dict[int, tuple[str, float]] = field(default_factory=dict)
+    #: The trouble of another node that the first node has told this one, and when.
+    elsewhere: tuple[str, float] = ("", -math.inf)
     paces: LinkPaces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +130,25 @@ class PeerSession:
             self.marked = checkpoint_id
             return True
 
+    def note_trouble(self, node: int, trouble: str) -> None:
+        """Note on the first node why slots of a node cannot be protected now. Any thread may call it."""
+        with self.lock:
+            self.troubles[node] = (trouble, time.monotonic())
+
+    def note_elsewhere(self, trouble: str) -> None:
+        """Note what the first node says of the trouble of other nodes. Any thread may call it."""
+        self.elsewhere = (trouble, time.monotonic())
+
+    @property
+    def trouble_elsewhere(self) -> str:
+        """The reason why slots of another node cannot be protected now, as far as this one knows; "" where there is
+        none. Any thread may ask."""
+        known = [self.elsewhere]
+        if self.table.own == 0:
+            with self.lock:
+                known = [(_said_by(self.table, node, each[0]), each[1]) for node, each in self.troubles.items()]
+        return next((text for text, at_s in known if text and time.monotonic() - at_s < _TROUBLE_S), "")
+
     def awaits_mark(self, due: Iterable[Slot], marked: Collection[str]) -> bool:
         """Whether an older checkpoint than that of the `due` slots may be marked at any moment: peers hold all its
         copies for this node, and the time for its mark is not over."""
@@ -137,3 +166,7 @@ class PeerSession:
                 f"step {contents.step} is not protected yet: peers hold the copies for this node, but the keeper of "
                 f"the first node, at {self.table.nodes[0].address}, does not say that all nodes have theirs."
             )
+
+
+def _said_by(table: PeerTable, node: int, trouble: str) -> str:
+    return f"the keeper at {table.nodes[node].address} says: {trouble}" if trouble else ""

@@ -21,6 +21,7 @@ from holdfast.peers.peer_messages import (
     PeerRequest,
     PutGeneration,
     RequestRefused,
+    Unprotected,
 )
 from holdfast.peers.transport import PeerConnection, PeerTransport, PutPace
 
@@ -84,12 +85,12 @@ class PeerConnections:
 
 
 def ask(way: Way, request: PeerRequest, *, timeout_s: float = ANSWER_S) -> PeerReply | None:
-    """Make a request whose failure does no harm, since it is made again. Returns the answer, `Noted` or `CopyKept`;
-    None after a failure."""
+    """Make a request whose failure does no harm, since it is made again. Returns the answer, `Noted`, `CopyKept` or
+    `Unprotected`; None after a failure."""
     try:
         with way.connect() as connection:
             reply = connection.ask(request, timeout_s=timeout_s)
-            if not isinstance(reply, CopyKept):
+            if not isinstance(reply, CopyKept | Unprotected):
                 require(reply, Noted, way)
             return reply
     except HoldfastError as error:

@@ -27,15 +27,16 @@ from typing import Final
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Place
 from holdfast.keeper.copies import PeerCopies
+from holdfast.keeper.marking import Marking
 from holdfast.keeper.own_slots import OwnSlots, file_numbers
 from holdfast.keeper.parity_rows import ParityPeers, ParityRows
 from holdfast.keeper.peer_generations import PeerGenerations
 from holdfast.keeper.peer_session import PeerSession, Sending, patience_s
-from holdfast.keeper.peer_ways import Way, ask
+from holdfast.keeper.peer_ways import Way
 from holdfast.keeper.persist import Sealing
 from holdfast.keeper.rebuilding import ChainSums, Rebuilder
 from holdfast.keeper.sending import offer_of, offer_parity, prepare_copies, send_copy
-from holdfast.node_memory.generations import is_protected, mark_protected, protected_ids
+from holdfast.node_memory.generations import mark_protected, protected_ids
 from holdfast.node_memory.node_folder import NodeFolder, memory_error, unusable_memory
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.peering import (
@@ -46,6 +47,7 @@ from holdfast.node_memory.peering import (
     note_peer_trouble,
     note_port,
     note_speed,
+    note_trouble_elsewhere,
     noted_port,
     noted_secret,
     noted_table,
@@ -64,6 +66,8 @@ from holdfast.peers.peer_messages import (
     MarkProtected,
     Noted,
     NoteProtected,
+    NoteTrouble,
+    NotTaken,
     OfferCopy,
     OfferParity,
     PeerReply,
@@ -80,8 +84,8 @@ from holdfast.store.base import Bytes
 
 #: Number of slots sent at the same time.
 _NUM_SENDERS: Final = 4
-#: Interval at which a keeper says again that its copies are kept, until the generation is marked.
-_SAY_AGAIN_S: Final = 1.0
+#: Interval at which a keeper that cannot listen tries to.
+_LISTEN_AGAIN_S: Final = 5.0
 #: The change of the speed of this node that a restore should know of.
 _SPEED_SHARE: Final = 0.2
 #: More than the resolution of the times of files.
@@ -119,17 +123,24 @@ class Protection:
         self._listener: PeerListener | None = None
         self._senders = ThreadPoolExecutor(_NUM_SENDERS, thread_name_prefix="holdfast-protect")
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-prepare")
+        self._marking = Marking(folder, sealing_of, self._way_to_peer, self._has_noted)
         self._sending: dict[tuple[str, int], Sending] = {}
         self._told = ""
+        self._told_others = ""
         self._told_speed = 0.0
         #: The port that ranks of this node do not know yet, because their memory did not take the note.
         self._unnoted_port: PeerPort | None = None
+        #: The time at which this keeper tries again to listen, where it does not.
+        self._listens_at = 0.0
         self._is_memory_full = False
 
     def meet(self, slots: Iterable[Slot]) -> None:
         """Listen for peers, which may read `slots`, and take the table of a new job."""
         if self._unnoted_port is not None:
             self._note_port(self._unnoted_port)
+        if self._secret is not None and self._listener is None and time.monotonic() > self._listens_at:
+            self._listen(self._secret)
+            self.rows.join(self._parity_peers(self._session))
         changed_ns = self._folder.changed_ns()
         if changed_ns == self._met_ns:
             return
@@ -145,8 +156,10 @@ class Protection:
         if session is not self._session:
             self._release_paces()
             self._session = session
-            self._told = ""
+            self._marking.join(session)
+            self._told = self._told_others = ""
             note_peer_trouble(self._folder, "")  # that of an earlier job, or of the keeper before this one
+            note_trouble_elsewhere(self._folder, "")
             self.copies.expect_none()
             self.rows.join(self._parity_peers(session))
         # Another change in the same tick of the clock would not show, so a fresh one is looked at again.
@@ -173,8 +186,10 @@ class Protection:
             self._send_due(session, due)
         if not due:
             session.unmarked, session.encoded = "", ("", 0, math.inf)
-        self._say(session, due)
-        self._tell(self._trouble(session))
+        self._marking.say(session, due)
+        trouble = self._trouble(session)
+        self._marking.complain(session, trouble)
+        self._tell(trouble or session.unmarked, others=session.trouble_elsewhere if due and not trouble else "")
         return bool(self._sending)
 
     def _send_due(self, session: PeerSession, due: Sequence[Slot]) -> None:
@@ -211,7 +226,7 @@ class Protection:
     @property
     def has_news(self) -> bool:
         """Whether the sending of a slot has ended, so that there is more to do."""
-        return any(each.sent.done() for each in self._sending.values())
+        return self._marking.has_news or any(each.sent.done() for each in self._sending.values())
 
     def close(self) -> None:
         """End all connections, and wait for the threads that send."""
@@ -220,6 +235,7 @@ class Protection:
             self._listener.close()
         self._senders.shutdown(cancel_futures=True)
         self._preparer.shutdown(cancel_futures=True)
+        self._marking.close()
         self._sums.close()
 
     def answer(self, request: PeerRequest) -> PeerReply:
@@ -247,20 +263,13 @@ class Protection:
                 reply = ListedSlots(tuple(own), tuple(copies), tuple(self.rows.all()))
             case SendCopies():
                 reply = self._send_copies(request)
-            case NoteProtected():
-                reply = self._noted(request)
+            case NoteProtected() | NoteTrouble():
+                reply = self._marking.answer(request)
             case MarkProtected():
                 mark_protected(self._folder, request.checkpoint_id)
             case _:
                 reply = RequestRefused("this keeper does not serve such requests")
         return reply
-
-    def _noted(self, request: NoteProtected) -> PeerReply:
-        session = self._session
-        if session is None:
-            return RequestRefused("this keeper has no table of peers yet")
-        is_marked = self._count(session, request.checkpoint_id, request.files, request.num_files)
-        return CopyKept() if is_marked else Noted()
 
     def _send_copies(self, request: SendCopies) -> PeerReply:
         """Send slots, and copies of other ones, to a node that is to restore from them: this one has no part in the job
@@ -276,7 +285,7 @@ class Protection:
                 with self.copies.reading(slot) if slot.is_copy else self._own.reading(slot):
                     send_copy(way, slot, offer_of(slot), sealing, metered=nullcontext())
         except HoldfastError as error:
-            return Declined(error.message)
+            return NotTaken(str(error)) if error.code == "storage.memory" else Declined(error.message)
         return CopyKept()
 
     def sink(self, put: Put) -> PutSink:
@@ -291,6 +300,10 @@ class Protection:
         """As `PeerService.pace`. Training waits for a restore, and not for parity of what it saved."""
         session = self._session
         return session.paces.to(address) if session is not None and isinstance(get, GetRange) else None
+
+    def _way_to_peer(self, session: PeerSession, peer: int) -> Way | None:
+        address, transport = session.table.nodes[peer].address, self._transport
+        return None if transport is None else Way(transport, address, session.secret.secret)
 
     def _way_to(self, address: str) -> Way | None:
         secret, transport = self._secret, self._transport
@@ -324,6 +337,7 @@ class Protection:
             except HoldfastError:
                 self._listener = transport.listen(self, secret=secret.secret)
         except HoldfastError as error:
+            self._listens_at = time.monotonic() + _LISTEN_AGAIN_S
             self._note_port(PeerPort(digest, error=str(error)))
             return
         self._transport = transport
@@ -351,9 +365,9 @@ class Protection:
         """Have the peers take memory for copies of slots that trainers are going to fill: it takes seconds."""
         for slot in slots:
             for target in session.table.partners:
-                if session.prepared.get((slot.rank, target), 0) < slot.nbytes and self._transport is not None:
+                way = self._way_to_peer(session, target)
+                if session.prepared.get((slot.rank, target), 0) < slot.nbytes and way is not None:
                     session.prepared[slot.rank, target] = slot.nbytes
-                    way = Way(self._transport, session.table.nodes[target].address, session.secret.secret)
                     self._preparer.submit(prepare_copies, way, slot.rank, slot.nbytes)
 
     def _start_copy(self, session: PeerSession, slot: Slot, target: int) -> None:
@@ -389,12 +403,14 @@ class Protection:
 
     def _start(self, session: PeerSession, slots: tuple[Slot, ...], target: int, send: Callable[[Way], bool]) -> None:
         """Start to send `slots` of one checkpoint to `target`, unless that is done, under way, or not to be tried again
-        yet."""
+        yet. After a failure, one thread at a time tries: one that cannot be reached keeps it for ten seconds."""
         contents, state, name = slots[0].record.contents, session.state(target), slots[0].name
         assert contents is not None
         if (name, target) in self._sending or target in session.kept.get((name, contents.checkpoint_id), ()):
             return
         if self._transport is None or time.monotonic() < state.retry_at:
+            return
+        if state.num_failures and any(each.is_to(session, target) for each in self._sending.values()):
             return
         address = session.table.nodes[target].address
         way = Way(self._transport, address, session.secret.secret, session.paces.to(address))
@@ -408,6 +424,8 @@ class Protection:
             if not sending.sent.done():
                 continue
             del self._sending[key]
+            if sending.sent.cancelled():
+                continue
             session, contents, error = sending.session, sending.contents, sending.sent.exception()
             state = session.state(sending.target)
             if error is None:
@@ -418,6 +436,9 @@ class Protection:
             elif sending.slots[0].refresh().contents == contents:  # else a trainer has filled it anew meanwhile
                 address = session.table.nodes[sending.target].address
                 state.fail(f"step {contents.step} is not protected by {address}: {error}")
+                for other in self._sending.values():
+                    if other.is_to(session, sending.target):
+                        other.sent.cancel()  # unless a thread has begun it
         self.copies.being_sent = frozenset(name for name, _ in self._sending)
         self._note_speed()
 
@@ -429,7 +450,7 @@ class Protection:
             self._told_speed = speed
 
     def _trouble(self, session: PeerSession) -> str:
-        """The reason why saves should not wait for protection now; "" where there is none."""
+        """The reason why the slots of this node are not protected now; "" where there is none."""
         for sending in self._sending.values():
             if sending.session is session and sending.is_slow:
                 address = session.table.nodes[sending.target].address
@@ -437,65 +458,18 @@ class Protection:
         _, step, until_s = session.encoded
         if time.monotonic() > until_s:
             return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."
-        troubles = (*(each.trouble for each in session.peers.values()), self.rows.trouble, session.unmarked)
-        return next(filter(None, troubles), "")
+        return next(filter(None, (*(each.trouble for each in session.peers.values()), self.rows.trouble)), "")
 
-    def _say(self, session: PeerSession, due: Sequence[Slot]) -> None:
-        """Tell the first node which files of this node are kept by all their peers, again and again until it has marked
-        the generation."""
-        kept: dict[str, set[int]] = {}
-        num_kept, nbytes = 0, 0
-        for slot in due:
-            contents = slot.record.contents
-            assert contents is not None
-            id_ = contents.checkpoint_id
-            if session.kept.get((slot.name, id_), set()) >= set(session.table.partners):
-                kept.setdefault(id_, set()).update(part.file for part in contents.files)
-                num_kept, nbytes = num_kept + 1, nbytes + slot.nbytes
-                if num_kept == len(due):
-                    session.encoded = id_, contents.step, math.inf
-                    session.await_mark(contents, nbytes)
-        for id_, files in kept.items():
-            sealing, now = self._sealing_of(id_), time.monotonic()
-            if sealing is None:
-                continue
-            num_files = len(sealing.stored.manifest.file_names)
-            if session.table.own == 0:
-                self._count(session, id_, files, num_files)
-            elif now - session.said_at.get((id_, len(files)), -math.inf) > _SAY_AGAIN_S:
-                session.said_at = {(id_, len(files)): now}
-                self._tell_peer(session, 0, NoteProtected(id_, tuple(sorted(files)), num_files))
-
-    def _count(self, session: PeerSession, checkpoint_id: str, files: Iterable[int], num_files: int) -> bool:
-        """On the first node, count files that are kept. Marks the generation, here and on all nodes, when all are.
-        Returns whether it is marked, now or before: a node that missed the mark says again that its copies are kept."""
-        if session.table.own != 0:
-            return False
-        is_marked = checkpoint_id == session.marked or is_protected(self._folder, checkpoint_id)
-        if not is_marked and not session.count(checkpoint_id, files, num_files):
-            return False
-        if not self._has_noted(lambda: mark_protected(self._folder, checkpoint_id)):
-            return False
-        if is_marked:
-            return True
-        for peer in range(1, len(session.table.nodes)):
-            self._tell_peer(session, peer, MarkProtected(checkpoint_id))
-        return True
-
-    def _tell_peer(self, session: PeerSession, peer: int, request: MarkProtected | NoteProtected) -> None:
-        if self._transport is not None:
-            way = Way(self._transport, session.table.nodes[peer].address, session.secret.secret)
-            self._senders.submit(self._ask, session, way, request)
-
-    def _ask(self, session: PeerSession, way: Way, request: MarkProtected | NoteProtected) -> None:
-        if isinstance(ask(way, request), CopyKept) and session is self._session:
-            mark_protected(self._folder, request.checkpoint_id)
-
-    def _tell(self, trouble: str) -> None:
+    def _tell(self, trouble: str, *, others: str) -> None:
+        """Tell the ranks of this node the reason why saves should not wait for protection now, and that of `others`."""
         if trouble != self._told and self._has_noted(lambda: note_peer_trouble(self._folder, trouble)):
             self._told = trouble
             if trouble:
                 _log.error("%s", trouble)
+        if others != self._told_others and self._has_noted(lambda: note_trouble_elsewhere(self._folder, others)):
+            self._told_others = others
+            if others:
+                _log.info("%s", others)
 
 
 def _listed(slots: Iterable[Slot]) -> Iterator[ListedSlot]:

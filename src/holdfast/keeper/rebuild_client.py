@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from holdfast.errors import StorageError
 from holdfast.keeper.peer_ways import Way, put_generation
+from holdfast.peers.peer_errors import not_taken
 from holdfast.peers.peer_messages import (
     CopyWanted,
     Declined,
@@ -30,12 +30,7 @@ def rebuild_copy(way: Way, offer: OfferCopy, generation: bytes, request: Rebuild
     with way.connect(timeout_s) as connection:
         reply = connection.ask(offer, timeout_s=timeout_s)
         if isinstance(reply, Declined):
-            raise StorageError(
-                f"the keeper at {way.address} does not take the copy: {reply.reason}",
-                code="storage.memory",
-                action="Free memory on its node.",
-                tier="peer memory",
-            )
+            raise not_taken(way.address, reply.reason)
         if not isinstance(reply, CopyWanted):
             return reply
         if reply.needs_generation:

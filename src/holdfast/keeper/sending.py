@@ -15,9 +15,11 @@ from holdfast.keeper.persist import Sealing
 from holdfast.node_memory.generations import encode_generation
 from holdfast.node_memory.parity_records import SlotDigests
 from holdfast.node_memory.slots import Contents, Slot, SlotFile
+from holdfast.peers.peer_errors import not_taken
 from holdfast.peers.peer_messages import (
     CopyKept,
     CopyWanted,
+    Declined,
     Finish,
     Noted,
     OfferCopy,
@@ -78,11 +80,14 @@ def send_copy(
     verified. Returns true.
 
     Raises:
-        StorageError: the peer cannot be reached, has no room, or found other bytes than were offered.
+        StorageError: the peer cannot be reached, or found other bytes than were offered; code ``storage.memory``, its
+            node has no memory for the copy.
     """
     nbytes = offer.contents.files[-1].stop
     with way.connect() as connection:
         reply = connection.ask(offer, timeout_s=ANSWER_S + nbytes * _MEMORY_S_PER_NBYTES)
+        if isinstance(reply, Declined) and reply.is_full:
+            raise not_taken(way.address, reply.reason)
         if isinstance(reply, CopyWanted):
             if reply.needs_generation:
                 _put_generation(way, connection, sealing)

@@ -30,6 +30,16 @@ DEFAULT_NODE_DIR: Final = Path("/dev/shm")  # noqa: S108 - what is made in it is
 #: Errors of opening something that is not a file or folder of this user: a link, another kind of file, a socket, or a
 #: file of another user.
 _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENXIO)
+_NO_ROOM: Final = (
+    "Make room there (bytes and inodes, see df -i), and keep others from removing it (RemoveIPC=no in logind.conf)."
+)
+#: What to do about errors for which the limits of a process are the reason, not the room in memory.
+_LIMITS: Final = {
+    errno.EMFILE: "Let this process open more files (ulimit -n).",
+    errno.ENFILE: "Let this machine open more files (sysctl fs.file-max).",
+    errno.EFBIG: "Let this process write larger files (ulimit -f).",
+    errno.ENOMEM: "Let this process map more memory (ulimit -v, sysctl vm.max_map_count, the limit of its cgroup).",
+}
 _NEW_PREFIX: Final = "new-"
 _log = logging.getLogger(__name__)
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
@@ -259,8 +269,7 @@ def memory_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"The memory of this node at '{path}' cannot be used: {why}.",
         code="storage.memory",
-        action="Make room there (bytes and inodes, see df -i), and keep others from removing it (RemoveIPC=no in "
-        "logind.conf). Later saves try memory again.",
+        action=f"{_LIMITS.get(error.errno or 0, _NO_ROOM)} Later saves try memory again.",
         path=str(path),
         tier="node memory",
     )

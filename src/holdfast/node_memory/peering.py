@@ -23,6 +23,7 @@ _SECRET_NAME: Final = "peers.secret"  # noqa: S105 - the name of a file
 _PORT_NAME: Final = "peers.port"
 _TABLE_NAME: Final = "peers.table"
 _TROUBLE_NAME: Final = "peers.trouble"
+_ELSEWHERE_NAME: Final = "peers.elsewhere"
 _SPEED_NAME: Final = "peers.speed"
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
@@ -181,17 +182,24 @@ def noted_table(folder: NodeFolder) -> PeerTable | None:
 
 def note_peer_trouble(folder: NodeFolder, trouble: str) -> None:
     """Tell the ranks of this node why its slots cannot be protected now; "" says that they can. Only for the keeper."""
-    if not trouble:
-        folder.discard(_TROUBLE_NAME)
-    elif trouble != peer_trouble(folder):
-        folder.write(_TROUBLE_NAME, trouble.encode())
+    _note_text(folder, _TROUBLE_NAME, trouble)
 
 
 def peer_trouble(folder: NodeFolder) -> str:
     """The reason why slots of this node cannot be protected now; "" where there is none."""
-    with suppress(FileNotFoundError, ConfigurationError), os.fdopen(folder.open(_TROUBLE_NAME), "rb") as file:
-        return file.read().decode(errors="replace")
-    return ""
+    return _read(folder, _TROUBLE_NAME).decode(errors="replace")
+
+
+def note_trouble_elsewhere(folder: NodeFolder, trouble: str) -> None:
+    """Tell the ranks of this node why slots of another node cannot be protected now; "" says that they can. Only for
+    the keeper."""
+    _note_text(folder, _ELSEWHERE_NAME, trouble)
+
+
+def trouble_elsewhere(folder: NodeFolder) -> str:
+    """The reason why slots of another node cannot be protected now, so that this one waits for it; "" where there is
+    none."""
+    return _read(folder, _ELSEWHERE_NAME).decode(errors="replace")
 
 
 def note_speed(folder: NodeFolder, speed: PeerSpeed) -> None:
@@ -206,7 +214,7 @@ def noted_speed(folder: NodeFolder) -> PeerSpeed | None:
 
 def forget_peers(folder: NodeFolder) -> None:
     """Remove all notes about peers: the slots of `folder` are not protected any more."""
-    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME, _SPEED_NAME):
+    for name in (_TABLE_NAME, _SECRET_NAME, _PORT_NAME, _TROUBLE_NAME, _ELSEWHERE_NAME, _SPEED_NAME):
         folder.discard(name)
 
 
@@ -214,6 +222,13 @@ def _note(folder: NodeFolder, name: str, note: msgspec.Struct) -> None:
     data = msgspec.msgpack.encode(note)
     if _read(folder, name) != data:
         folder.write(name, data)
+
+
+def _note_text(folder: NodeFolder, name: str, text: str) -> None:
+    if not text:
+        folder.discard(name)
+    elif text.encode() != _read(folder, name):
+        folder.write(name, text.encode())
 
 
 def _noted(folder: NodeFolder, name: str, kind: type[_Note]) -> _Note | None:

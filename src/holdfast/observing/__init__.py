@@ -39,6 +39,7 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnprotected,
     SaveUnwatched,
+    SaveWaiting,
     StateRestored,
     StepsTimed,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "SaveStaged",
     "SaveUnprotected",
     "SaveUnwatched",
+    "SaveWaiting",
     "StateRestored",
     "StepsTimed",
     "StructuredLog",

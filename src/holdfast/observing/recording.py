@@ -29,6 +29,7 @@ from holdfast.checkpointer.events import (
     SaveStaged,
     SaveUnprotected,
     SaveUnwatched,
+    SaveWaiting,
     StateRestored,
     StepLess,
     StepsTimed,
@@ -147,6 +148,8 @@ def _trouble(event: Event) -> tuple[str, str]:
     match event:
         case SaveDelayed() | ProtectionDelayed():
             return "", event.trouble
+        case SaveWaiting():
+            return "", event.why
         case SaveSkipped() | SaveUnwatched() | SaveFailed() | SaveUnprotected() | ExportFailed():
             return event.error.code, event.error.message
         case RestoreFailed(error=HoldfastError() as error):

@@ -17,6 +17,7 @@ from holdfast.checkpointer.events import (
     SaveSkipped,
     SaveStaged,
     SaveUnwatched,
+    SaveWaiting,
 )
 from holdfast.errors import printable
 from holdfast.reports import size
@@ -43,6 +44,8 @@ class TerminalLine:
                 self._show(f"saving step {event.step} to {event.tier}")
             case SaveBegun() if event.step == self._step:
                 self._end()
+            case SaveWaiting() if event.step == self._step:
+                self._show(f"saving step {event.step}: waiting for a slot: {event.why}")
             case SavePlaced() if event.step == self._step:
                 self._show(f"saving step {event.step}: all ranks agree on {event.place}; copying")
             case SaveStaged() if event.step == self._step:

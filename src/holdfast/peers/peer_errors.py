@@ -17,6 +17,18 @@ def peer_failed(address: str, what: str) -> StorageError:
     )
 
 
+def not_taken(address: str, reason: str) -> StorageError:
+    """The keeper at `address` does not take a copy, because the memory of its node cannot be used for it."""
+    return StorageError(
+        f"the keeper at {address} does not take the copy: {reason}",
+        code="storage.memory",
+        action="Free memory on its node.",
+        path=address,
+        tier="peer memory",
+        retryable=True,
+    )
+
+
 def not_held(what: str) -> StorageError:
     """A peer asked for `what`, which this node does not have, or no longer."""
     return StorageError(

@@ -19,9 +19,12 @@ from holdfast.wording import count
 
 #: Size limit of an encoded message. A job of 100,000 files fits.
 MAX_NBYTES: Final = 2**20
+#: Limit for the characters of the trouble that a node tells others.
+MAX_TROUBLE_LEN: Final = 4096
 #: Characters of what is wrong with a message that its error has: that may quote the message.
 _TOLD_LEN: Final = 300
 
+_Trouble = Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE_LEN)]
 _Digests = Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=2)]
 
 
@@ -152,8 +155,8 @@ class ListHeld(PeerMessage, frozen=True):
 
 class SendCopies(PeerMessage, frozen=True):
     """Have the peer send copies of its slots with these `files` of a checkpoint, or of those that it has copies of, to
-    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, or by
-    `Declined`."""
+    the keeper at `address`, which knows the same secret. Answered by `CopyKept` when that has all of them, by
+    `NotTaken`, or by `Declined`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
@@ -161,12 +164,20 @@ class SendCopies(PeerMessage, frozen=True):
 
 
 class NoteProtected(PeerMessage, frozen=True):
-    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `Noted`, or
-    by `CopyKept` where those of all its files are: the sender then marks it."""
+    """Say that all copies of these data files of a checkpoint, which has `num_files`, are kept. Answered by `CopyKept`
+    where those of all its files are: the sender then marks it; by `Unprotected` where another node has told why its
+    slots cannot be protected; or else by `Noted`."""
 
     checkpoint_id: Hex16
     files: tuple[Count, ...]
     num_files: Count
+
+
+class NoteTrouble(PeerMessage, frozen=True):
+    """Say why slots of node number `sender` of the table of peers cannot be protected now. Answered by `Noted`."""
+
+    sender: Count
+    trouble: _Trouble
 
 
 class MarkProtected(PeerMessage, frozen=True):
@@ -220,9 +231,22 @@ class NodesFailed(PeerMessage, frozen=True):
 
 
 class Declined(PeerMessage, frozen=True):
-    """The peer does not take the copy now. Training goes on."""
+    """The peer does not take the copy now. Training goes on. `is_full`: its memory cannot be used for it."""
 
     reason: str
+    is_full: bool = False
+
+
+class NotTaken(PeerMessage, frozen=True):
+    """The node that was to get copies has no memory for them: `reason` is its own."""
+
+    reason: str
+
+
+class Unprotected(PeerMessage, frozen=True):
+    """The checkpoint is not protected yet: `reason` says why slots of another node cannot be."""
+
+    reason: _Trouble
 
 
 class Damaged(PeerMessage, frozen=True):
@@ -261,6 +285,7 @@ PeerRequest: TypeAlias = (
     | ListHeld
     | SendCopies
     | NoteProtected
+    | NoteTrouble
     | MarkProtected
 )
 PeerReply: TypeAlias = (
@@ -270,6 +295,8 @@ PeerReply: TypeAlias = (
     | ListedSlots
     | NodesFailed
     | Declined
+    | NotTaken
+    | Unprotected
     | Damaged
     | Noted
     | Sent

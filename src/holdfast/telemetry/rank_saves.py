@@ -44,7 +44,8 @@ class RankSave:
     """One save on one rank. Times are in unix seconds; ``ended_s`` is None while the save is under way. With
     `memory_only`, it is to stay in memory. `nbytes` is the size of this rank's part. `trouble` is why a try to make it
     durable failed, or why the save ended without a checkpoint. `protected_at_s` is when other nodes protected it;
-    `unprotected` is why they did not, as `protect=` asks ("": they do, or no try has failed yet, or nobody asks)."""
+    `unprotected` is why they did not, as `protect=` asks ("": they do, or no try has failed yet, or nobody asks).
+    `waits_for` says what keeps the slot for which the save has waited ("": it has not waited for long)."""
 
     rank: int
     host: str
@@ -62,6 +63,7 @@ class RankSave:
     trouble: str = ""
     protected_at_s: float | None = None
     unprotected: str = ""
+    waits_for: str = ""
 
     @property
     def durable_s(self) -> float | None:
@@ -82,6 +84,11 @@ class RankSave:
         """The phase that a save under way is in."""
         following = {"": "agree", "agree": "copy", "memory": "copy", "copy": "seal", "seal": "store"}
         return following.get(self.spans[-1].phase if self.spans else "", "store")
+
+    @property
+    def doing_now(self) -> str:
+        """What the rank does for a save under way."""
+        return f"in {self.phase_now}" if self.spans or not self.waits_for else "waiting for a slot"
 
     def seconds(self) -> dict[str, float]:
         """The time of each phase."""
@@ -160,6 +167,7 @@ def _read_process(records: list[EventRecord], found: JobEvents) -> int:
             case "SaveBegun" if step is not None:
                 saves[step].tier = record.tier  # it falls back from memory to storage, and begins again
                 saves[step].spans.clear()
+                saves[step].waits_for = ""
             case "StateRestored":
                 begun_s = at_s - sum(record.seconds.values())
                 spans = list(_laid_out(record.seconds, begun_s))
@@ -185,6 +193,8 @@ def _is_new(save: RankSave | None) -> bool:
 def _go_on(save: RankSave, record: EventRecord, at_s: float) -> None:
     """Note an event of a save."""
     match record.event:
+        case "SaveWaiting":
+            save.waits_for = record.message
         case "SavePlaced":
             save.place = record.place
         case "SaveStaged":
