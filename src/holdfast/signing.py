@@ -31,6 +31,12 @@ _NO: Final = frozenset({"", "0", "false", "no", "off"})
 _TAIL: Final = re.compile(rb',"key":"([0-9a-f]{32})","hmac":"([0-9a-f]{64})"')
 _TAIL_NBYTES: Final = len(',"key":"') + 32 + len('","hmac":"') + 64 + len('"')
 
+#: The next action where the process may be a keeper.
+_IN_A_KEEPER: Final = (
+    " If it is a keeper, a job with other keys started it: end it with holdfast node RUN --stop; the next save or "
+    "restore starts one that has the keys of its job."
+)
+
 #: Files of keys that the log has told of.
 _told: Final = set[str]()
 _log = logging.getLogger(__name__)
@@ -57,6 +63,11 @@ class SigningKey(NamedTuple):
 def features() -> tuple[str, ...]:
     """The reader features of new checkpoints: `SIGNED` where this process has keys."""
     return (SIGNED,) if keys() else ()
+
+
+def has_keys() -> bool:
+    """Whether the environment of this process names keys. Reads no file."""
+    return bool(os.environ.get(FILE) or os.environ.get(KEYS))
 
 
 def keys() -> tuple[SigningKey, ...]:
@@ -106,9 +117,7 @@ def signed(body: bytes) -> bytes:
     mine = keys()
     if not mine:
         raise _no_key(
-            "the manifest of this checkpoint demands a signature, and this process has no key for one",
-            " If it is a keeper, a job without the key started it: end it with holdfast node RUN --stop; the next save "
-            "or restore starts one that has the key.",
+            "the manifest of this checkpoint demands a signature, and this process has no key for one", _IN_A_KEEPER
         )
     return body + f',"key":"{mine[0].id}","hmac":"{mine[0].hmac(body)}"'.encode("ascii")
 
@@ -128,7 +137,7 @@ def verified(body: bytes, *, path: str) -> bytes:
     name, found = tail[1].decode("ascii"), tail[2].decode("ascii")
     key = next((key for key in mine if key.id == name), None)
     if key is None:
-        raise _no_key(f"'{path}' is signed with the key {name}, which is none of this process")
+        raise _no_key(f"'{path}' is signed with the key {name}, which is none of this process", _IN_A_KEEPER)
     if not hmac.compare_digest(key.hmac(content), found):
         raise _forged(path, f"does not match its signature by the key {name}")
     return content

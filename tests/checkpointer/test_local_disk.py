@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from holdfast.store.urls import location_of
 from tests.checkpointer.test_checkpointer import folder_of
 from tests.checkpointer.test_policies import committed
 from tests.keeper.test_persist import Saved
+from tests.store.test_posix_storage import mounted
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.nursery import until
@@ -70,6 +72,14 @@ def data_file(disk: Path, step: int) -> Path:
 
 def data_files(disk: Path, step: int) -> list[Path]:
     return list(disk.glob(f"*/checkpoints/step-{step:010}-*/*.safetensors"))
+
+
+def lose_from_run(run: str, step: int) -> None:
+    """Take a checkpoint from the run, as one that was never brought there."""
+    (commit,) = [path for path in Path(run).glob("history/*.json") if f'"step":{step}' in path.read_text()]
+    commit.unlink()
+    (folder,) = Path(run).glob(f"checkpoints/step-{step:010}-*")
+    shutil.rmtree(folder)
 
 
 def flip(path: Path) -> None:
@@ -281,6 +291,45 @@ def test_a_disk_that_an_earlier_job_used_and_that_is_gone_ends_no_restore(
         assert own.restore().step == 0
         own.save(1).durable.wait(30)
     assert f"'{disk}' cannot take the files" in caplog.text
+
+
+@pytest.mark.parametrize("has_leftovers", [False, True])
+def test_a_disk_that_has_become_read_only_ended_a_job_whose_newest_checkpoint_it_has(
+    run: str, node_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, *, has_leftovers: bool
+) -> None:
+    with mounted(tmp_path / "mounted", "tmpfs", "size=64m") as root:
+        disk = root / "disk"
+        with OneRank(run, node_dir, disk).save(0, 1).own:
+            pass
+        goes_down(node_dir)
+        lose_from_run(run, 1)
+        (seal,) = disk.glob("*/checkpoints/step-0000000001-*/seal.json")
+        seal.unlink()
+        if has_leftovers:  # a keeper died in the middle of a removal
+            (manifest,) = disk.glob("*/checkpoints/step-0000000000-*/manifest.*")
+            for path in (manifest, *data_files(disk, 0)):
+                path.unlink()
+        subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+        job = OneRank(run, node_dir, disk)
+        with job.own:
+            assert job.restore() == (1, "node disk")
+            assert f"user 0 may not write to '{disk}': its checkpoints are read" in caplog.text
+            job.save(2)
+        goes_down(node_dir)
+        job = OneRank(run, node_dir, disk)  # the disk could take no note that the run has all of it
+        with job.own:
+            assert job.restore() == (2, "storage")
+            job.save(3)
+        assert sorted(committed(run)) == [0, 1, 2, 3]
+        end_keepers(node_dir)
+
+
+def test_a_folder_without_checkpoints_that_is_read_only_is_an_error(run: str, node_dir: Path, tmp_path: Path) -> None:
+    with mounted(tmp_path / "mounted", "tmpfs", "size=64m,ro") as root:
+        job = OneRank(run, node_dir, root)
+        with job.own, pytest.raises(ConfigurationError, match="user 0 may not write to it") as raised:
+            job.own.restore()
+        assert raised.value.code == "config.local"
 
 
 @pytest.mark.parametrize("where", ["the run itself", "in the run", "above the run", "a file", "no parent"])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import os
+import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +38,10 @@ from tests.support.checkpoints import begin, check, save, write_data
 from tests.support.checkpoints import publish_manifest as begin_save
 from tests.support.command_line import damage, folder_of, holdfast_command
 from tests.support.faulty_storage import FaultyStore
+from tests.support.nursery import until
+from tests.support.servers.fault_proxy import FaultProxy
+from tests.support.servers.faults import on
+from tests.support.servers.s3 import Bucket
 
 
 @pytest.fixture
@@ -514,15 +522,40 @@ class TestTwoCallsInAStoreWithoutLocks:
             check(copy, copy.commit(place))
 
 
+GOES_ON = "interrupted: what is done stays; the same command goes on from there\n"
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_an_interrupted_cp_says_that_the_same_command_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, as_json: list[str]
 ) -> None:
+    """Also where the interrupt made something else fail while it unwound."""
+
     def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise StorageError("the store is closed.", code="storage.io", action="")
 
     monkeypatch.setattr(copy_command, "copy_by", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        copy_command.cp("a", "b", skip_damaged=False, read_back=False, as_json=False)
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "the same command goes on from there" in shown.err
+    assert holdfast_command("cp", "a", "b", *as_json) == (130, "", GOES_ON)
+
+
+def test_a_cp_that_waits_for_a_bucket_ends_at_ctrl_c_in_one_line_and_goes_on(
+    source: Run, src: Path, bucket: Bucket, proxy: FaultProxy
+) -> None:
+    command = [sys.executable, "-m", "holdfast", "cp", str(src), f"{bucket.url}/run"]
+    environment = os.environ | bucket.behind(proxy.endpoint).environment
+    gate = threading.Event()
+    proxy.add(on("PUT", "*step-*").after(1).waits_for(gate))
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as work:
+        until(lambda: sum(request.method == "PUT" for request in proxy.requests) > 2)
+        work.send_signal(signal.SIGINT)
+        began_s = time.monotonic()
+        assert work.communicate(timeout=30) == ("", GOES_ON)
+        assert time.monotonic() - began_s < 5
+    assert work.returncode == 130
+    gate.set()
+    proxy.clear()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "copied 3 checkpoints" in done.stdout

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Checkpointer, EverySteps, KeepLast, Memory, StopAfter
 from holdfast.checkpointer.events import Event, EventSource, RecoveryPointAged
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from tests.support.models import start_new_job
 from tests.support.nursery import until
 from tests.support.ranks import run_ranks
@@ -290,6 +290,41 @@ def test_a_save_while_the_store_is_unreachable_is_held_in_memory_and_drained_in_
     start_new_job()
     for step in (2, 3):
         assert set(holdfast.open(f"{run}@step={step}")["w0"].numpy().tolist()) == {float(step)}
+
+
+def test_a_close_while_the_store_is_unreachable_says_which_steps_are_safe_and_where(
+    run: str, far_run: str, proxy: FaultProxy, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "disk").mkdir()
+    checkpointer = Checkpointer(far_run, parts_of_ranks(1000), memory=memory, local=tmp_path / "disk")
+    checkpointer.save(1).durable.wait(60)
+    with proxy.faults(on().breaks_the_connection()):
+        for step in (2, 3):
+            checkpointer.save(step).staged.wait(60)
+        assert checkpointer._tier is not None
+        stager = checkpointer._tier.stager
+        until(lambda: stager.steps_on_disk() == {2, 3})
+        checkpointer._timeout_s = 0.5
+        with pytest.raises(DeadlineError, match="steps 2, 3 on the disk of its node") as caught:
+            checkpointer.close()
+        assert caught.value.code == "timeout.save"
+        assert "The keeper goes on without this process" in str(caught.value)
+    until(lambda: steps_of(run) == [1, 2, 3])
+
+    def train() -> None:
+        with Checkpointer(far_run, parts_of_ranks(1000), memory=memory) as checkpointer:
+            checkpointer.restore()
+            checkpointer.save(4).durable.wait(60)
+            proxy.add(on().breaks_the_connection())
+            checkpointer.save(5).staged.wait(60)
+            with pytest.raises(DeadlineError, match="step 5 in the memory of its node, until the node goes down"):
+                checkpointer.wait(0.5)
+            raise ZeroDivisionError
+
+    start_new_job()
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert "an exception ended training before all saves were durable. The part of this rank is safe" in caplog.text
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,16 +88,15 @@ class Search:
         """Different states that were built and loaded."""
         return len(self._known)
 
-    def run(self, *, num_sampled: int, limit_s: float, go_on_every: int = 0) -> list[str]:
-        """Violations found in so many samples, or in the time."""
+    def run(self, *, num_sampled: int, go_on_every: int = 0) -> list[str]:
+        """Violations found in so many samples, however long a busy machine takes for them; a few of them are enough."""
         found: list[str] = []
-        end_s = time.monotonic() + limit_s
         for instant in self._instants():
             for share in SHARES:
                 wrong = self._try(instant, share, go_on_every)
                 if wrong is not None:
                     found.append(f"after event {instant} of {len(self._log)}, share {share}: {wrong}")
-            if self.num_sampled >= num_sampled or time.monotonic() > end_s or len(found) > 5:
+            if self.num_sampled >= num_sampled or len(found) > 5:
                 break
         return found
 
@@ -159,11 +157,11 @@ def test_what_a_returned_save_promised_needs_nothing_uncertain(recorded: tuple[R
     assert {name: content for name, content in certain.items() if TEMPORARY_PREFIX not in name} == contents(root)
 
 
-def search_sound(recorder: Recorder, folder: Path, *, num_sampled: int, limit_s: float) -> Search:
+def search_sound(recorder: Recorder, folder: Path, *, num_sampled: int) -> Search:
     """Search with a random seed, which is printed; nothing may be found."""
     seed = random.SystemRandom().randrange(2**32)
     search = Search(recorder, folder, seed)
-    found = search.run(num_sampled=num_sampled, limit_s=limit_s, go_on_every=20)
+    found = search.run(num_sampled=num_sampled, go_on_every=20)
     what = f"{search.num_sampled} samples, {search.num_states} states, {len(recorder.log)} events"
     sys.stdout.write(f"power loss: seed {seed}, {what}\n")
     assert found == [], f"seed {seed}"
@@ -171,16 +169,18 @@ def search_sound(recorder: Recorder, folder: Path, *, num_sampled: int, limit_s:
 
 
 def test_a_power_failure_at_any_instant_leaves_a_whole_head(recorded: tuple[Recorder, Path], tmp_path: Path) -> None:
-    search = search_sound(recorded[0], tmp_path, num_sampled=2000, limit_s=6)
-    assert search.num_states > 5  # on a busy machine
+    search = search_sound(recorded[0], tmp_path, num_sampled=200)
+    assert search.num_states > 40, "most samples were alike"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_power_failure_at_any_instant_leaves_a_whole_head_in_thousands_of_states(
     recorded: tuple[Recorder, Path], tmp_path: Path
 ) -> None:
-    search = search_sound(recorded[0], tmp_path, num_sampled=50_000, limit_s=90)
-    assert search.num_sampled > 5 * len(recorded[0].log), "not every instant was tried"
+    search = search_sound(recorded[0], tmp_path, num_sampled=8_000)
+    assert search.num_sampled > len(SHARES) * len(recorded[0].log), "not every instant was tried"
+    assert search.num_states > 1_000, "most samples were alike"
 
 
 def in_folder(pattern: str, *, folder: bool) -> Callable[[str, bool], bool]:
@@ -213,7 +213,7 @@ def test_each_fsync_that_is_left_out_is_missed(tmp_path: Path, skip: Callable[[s
     remains.mkdir()
     recorder = Recorder(root, skip=skip)
     scenario(recorder, root)
-    found = Search(recorder, remains, seed=1).run(num_sampled=100, limit_s=10)
+    found = Search(recorder, remains, seed=1).run(num_sampled=100)
     assert found
 
 

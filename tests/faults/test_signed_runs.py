@@ -21,9 +21,11 @@ import holdfast
 from holdfast import Checkpointer, ConfigurationError, EverySteps, HoldfastError, Memory, signing
 from holdfast.format import records
 from holdfast.format.container import TABLE_OFFSET
+from holdfast.node_memory.node_folder import node_folders
 from holdfast.signing import FILE, KEYS, REQUIRED, SIGNED, SigningKey, keys
 from tests.support import independent_reader
 from tests.support.command_line import holdfast_command
+from tests.support.keepers import keeper_of
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
 from tests.support.servers.s3 import Bucket
@@ -284,6 +286,31 @@ def test_the_keeper_signs_and_a_restore_from_memory_needs_the_key(
     monkeypatch.delenv(KEYS)
     with Checkpointer(run, again, memory=Memory(node_dir=node_dir)) as checkpointer:
         assert code(checkpointer.restore) == "config.signing_key"
+
+
+def test_a_job_with_its_first_key_waited_for_the_keeper_of_a_job_without_one(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper of the first job lives on, without the key, and could sign nothing."""
+    run, weights = tmp_path / "run", WEIGHTS.clone()
+    state = {"w": weights, "progress": 1}
+    start_new_job()
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.save(1)
+    (folder,) = node_folders(tmp_path / "node")
+    first = keeper_of(folder.path)
+    monkeypatch.setenv(KEYS, ONE)
+    start_new_job()
+    with Checkpointer(run, state, memory=memory) as checkpointer:
+        checkpointer.restore()
+        weights += 1
+        checkpointer.save(2).durable.wait(30)
+        assert keeper_of(folder.path) != first
+        second = keeper_of(folder.path)
+        checkpointer.save(3)
+    assert json.loads(newest(run)[2].read_text())["reader_features"] == [SIGNED]
+    assert torch.equal(load(run), WEIGHTS + 1)
+    assert keeper_of(folder.path) == second
 
 
 def save_on_ranks(run: str) -> None:

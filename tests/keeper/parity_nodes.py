@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,10 +39,13 @@ from holdfast.plan.layout import Pieces, TensorLayout
 from holdfast.plan.save import CheckpointIdentity, ManifestTemplate, plan_save
 from holdfast.run.history import Run
 from holdfast.store.posix import PosixStore
+from holdfast.store.retry_budget import RetryBudget
 from tests.support.nursery import until
 from tests.support.worlds import World, data_sections
 
 SECRET = b"s" * 32
+#: Pauses of a keeper between its tries to reach a peer, for tests that wait for the next one.
+RETRIES = RetryBudget(total_s=math.inf, first_s=0.1, longest_s=0.3)
 
 
 class Snapshot:

@@ -43,6 +43,7 @@ from holdfast.node_memory.peering import (
 from holdfast.node_memory.slots import Slot, SlotFile, SlotKind, SlotRecord, SlotState, copy_names
 from holdfast.peers.peer_messages import CopyKept, CopyWanted, Declined, OfferCopy, PutGeneration
 from holdfast.run.history import Run
+from tests.keeper.parity_nodes import RETRIES
 from tests.keeper.test_keeper_promises import Later, looked
 from tests.keeper.test_persist import CHECKPOINT, Saved, assert_loads
 from tests.keeper.test_persist import folders as _folders
@@ -130,6 +131,7 @@ def test_a_slot_that_changed_after_it_was_sealed_becomes_no_copy(
 def test_a_peer_without_memory_delays_protection_until_it_has_some(
     saved: Saved, folders: list[NodeFolder], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peer_session, "_RETRIES", RETRIES)
     keepers = keepers_of(folders, stack)
     with monkeypatch.context() as patched:
         patched.setattr(peer_memory, "rooms", lambda _: [MemoryLimit(0, "a limit")])

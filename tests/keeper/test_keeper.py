@@ -25,12 +25,14 @@ from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.log import LIMIT_NBYTES
 from holdfast.keeper.persist import Sealing, persist
+from holdfast.node_memory import file_locks
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import generation_ids
-from holdfast.node_memory.keeper_lock import is_kept, try_lock
+from holdfast.node_memory.keeper_lock import is_kept, is_unwanted, open_lock, require_signer, try_lock
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import Slot, SlotRecord, SlotState, slot_names
 from holdfast.run.history import Run
+from holdfast.signing import KEYS
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
 from tests.keeper.test_persist import Saved, assert_loads
@@ -205,6 +207,55 @@ def test_a_keeper_of_another_version_makes_durable_what_is_there_and_gives_way(
     assert states(saved) == {SlotState.COMMITTED}
     until(lambda: keeper_of(folder.path) != first)
     os.kill(keeper_of(folder.path), signal.SIGKILL)
+
+
+def test_a_keeper_without_keys_makes_durable_what_is_there_and_gives_way_to_one_with_keys(
+    run: Run,
+    saved: Saved,
+    folder: NodeFolder,
+    started: Callable[..., subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other = started()
+    until(lambda: is_kept(folder))
+    first = keeper_of(folder.path)
+    monkeypatch.setenv(KEYS, "ab" * 32)
+    ranks = [threading.Thread(target=ensure_keeper, args=(folder, run.storage.location.url)) for _ in range(3)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert other.wait(20) == 0
+    assert states(saved) == {SlotState.COMMITTED}
+    until(lambda: keeper_of(folder.path) != first)
+    second = keeper_of(folder.path)
+    monkeypatch.delenv(KEYS)
+    ensure_keeper(folder, run.storage.location.url)  # a job without keys takes any keeper
+    monkeypatch.setenv(KEYS, "cd" * 32)
+    ensure_keeper(folder, run.storage.location.url)
+    assert keeper_of(folder.path) == second
+    os.kill(second, signal.SIGKILL)
+
+
+def test_a_keeper_with_keys_stays_while_others_ask_for_one_that_has_some(
+    run: Run, folder: NodeFolder, started: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = try_lock(folder)  # of a keeper that does not end
+    assert without is not None
+    with pytest.raises(ConfigurationError, match="holdfast node RUN --stop") as caught:
+        require_signer(folder, timeout_s=0.1)
+    assert caught.value.code == "config.signing_key"
+    os.close(without)
+    signer = try_lock(folder, signs=True)
+    assert signer is not None
+    require_signer(folder, timeout_s=0)
+    with NodeFolder.at(folder.path) as asker:
+        fd = open_lock(asker)
+        assert file_locks.try_lock(fd, 3, shared=True)  # as one that asked the keeper of before, and still does
+        assert not is_unwanted(signer, signs=True)
+        assert is_unwanted(signer, signs=False)
+        file_locks.close(fd)
+    os.close(signer)
 
 
 def test_what_another_version_staged_and_could_not_make_durable_is_left_and_said(

@@ -21,7 +21,7 @@ from holdfast.node_memory.slots import Slot, SlotState, parity_names
 from holdfast.peers.peer_messages import Declined, OfferParity
 from holdfast.protection.erasure import STRIP_NBYTES, add_multiple
 from holdfast.store.base import Bytes
-from tests.keeper.parity_nodes import ParityNodes, Snapshot
+from tests.keeper.parity_nodes import RETRIES, ParityNodes, Snapshot
 from tests.support.nursery import until
 
 MIB = 1 << 20
@@ -172,6 +172,8 @@ def test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed(made: Made, 
 def test_a_holder_without_memory_delays_protection_until_it_has_some(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (peer_session, parity_rows):
+        monkeypatch.setattr(module, "_RETRIES", RETRIES)
     nodes = made(1)
     snapshot = Snapshot(nodes, 1).stage(nodes)
     with monkeypatch.context() as patched:

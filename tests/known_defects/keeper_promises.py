@@ -361,6 +361,26 @@ KEEPER_MUTATIONS = [
         "        end_keeper(folder, timeout_s=timeout_s)\n",
         "",
     ),
+    Mutation(  # disk sweep ends the look
+        "checkpointer/test_local_disk.py"
+        "::test_a_disk_that_has_become_read_only_ended_a_job_whose_newest_checkpoint_it_has",
+        "keeper/disk_tier.py",
+        "                with self._telling():  # a disk that has become read-only may have what the run lacks\n"
+        "                    sweep(disk)\n",
+        "                sweep(disk)\n",
+    ),
+    Mutation(  # lock keeper without keys stays
+        "keeper/test_keeper.py::test_a_keeper_without_keys_makes_durable_what_is_there_and_gives_way_to_one_with_keys",
+        "keeper/client.py",
+        "    if has_keys():\n",
+        "    if not has_keys():\n",
+    ),
+    Mutation(  # lock signer gives way
+        "keeper/test_keeper.py::test_a_keeper_with_keys_stays_while_others_ask_for_one_that_has_some",
+        "node_memory/keeper_lock.py",
+        "or (not signs and file_locks",
+        "or (file_locks",
+    ),
     Mutation(  # writing trusts all
         "keeper/test_keeper.py::test_a_file_that_was_there_before_is_looked_at_before_the_commit",
         "keeper/writing.py",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.errors import ConfigurationError
 from holdfast.observing import EventListener, JsonLines, RestoreFailed, SaveBegun, StructuredLog, TerminalLine
 from holdfast.telemetry.event_files import read_events
@@ -46,6 +47,23 @@ def test_a_run_that_is_in_no_folder_needs_one_for_its_events() -> None:
     with pytest.raises(ConfigurationError, match="is in no folder") as caught:
         tell(JsonLines(), source=SOURCE._replace(run="memory://gpt"))
     assert caught.value.code == "config.events"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/events", "S3://bucket/events"])
+def test_events_are_not_written_to_a_folder_here_that_is_named_after_a_bucket(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="is no folder of a file system") as caught:
+        JsonLines(url)
+    assert caught.value.code == "config.events"
+    with pytest.raises(ConfigurationError, match="join the slashes") as caught:
+        JsonLines(Path("s3://bucket/events"))
+    assert caught.value.code == "config.path"
+
+
+def test_a_run_in_a_bucket_began_without_its_events_and_only_the_log_said_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="is in no folder") as caught:
+        holdfast.Checkpointer("s3://bucket/run", {}, listeners=[JsonLines()])
+    assert caught.value.code == "config.events"
+    holdfast.Checkpointer("s3://bucket/run", {}, listeners=[JsonLines(f"file://{tmp_path}/events")]).close()
 
 
 def test_a_folder_that_is_removed_meanwhile_is_made_again(tmp_path: Path) -> None:

@@ -101,6 +101,19 @@ def test_a_url_in_a_path_object_names_no_folder_of_this_machine(path: str | Path
     assert caught.value.code == "config.path"
 
 
+def test_a_url_that_was_made_absolute_named_a_folder_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (os.path.abspath("s3://b/run@step=7"), Path("s3://b/run@step=7").absolute()):
+        with pytest.raises(ConfigurationError, match="Pass the URL as a str: 's3://b/run@step=7'") as caught:
+            parse(path)
+        assert caught.value.code == "config.path"
+    assert parse("./s3:/b/run").location == Location(f"{tmp_path}/s3:/b/run")
+    (tmp_path / "s3:").mkdir()  # as one who writes the path above makes it
+    assert parse(tmp_path / "s3:" / "b").location == Location(f"{tmp_path}/s3:/b")
+
+
 @pytest.mark.parametrize("text", ["./s3:/a", "/r/s3:/a", "runs:/a", "c:/a", "s3:a"])
 def test_a_folder_may_have_a_colon(text: str) -> None:
     assert parse(text).location.folder == Path.cwd() / text

@@ -222,7 +222,7 @@ class Checkpointer:
             has_failed = self._save(machine, metrics)
             machine.give_back(time.monotonic() - begun_s)
             if not handle.skipped:
-                self._handles.add(handle)
+                self._handles.add(handle, self._tier)
             # A skipped save to memory alone is not tried again at once: there will be a next one.
             if self._loop is not None and (memory_only or not handle.skipped):
                 self._loop.saved(begun_s, memory_only=memory_only)
@@ -495,7 +495,7 @@ class Checkpointer:
         self._observers.training_ends()
         self._end_loop()
         self._forget_signals()
-        self._handles.forget_ended()
+        self._handles.give_up()
         self._pruning.close(0)
         self._let_go(patience_s=LEAVING_S)
         self._observers.close(is_early=True)

@@ -329,6 +329,15 @@ class EventListener(Protocol):
 
 
 @runtime_checkable
+class CheckingListener(EventListener, Protocol):
+    """A listener that not every run suits."""
+
+    def check(self, run: str) -> None:
+        """The listener was given to a `Checkpointer` of `run`. Raises `ConfigurationError` if it could hear none of its
+        events: later errors would only be in the log."""
+
+
+@runtime_checkable
 class WorkingListener(EventListener, Protocol):
     """A listener that works in a thread of its own on what it hears, and whose work users wait for."""
 

@@ -378,7 +378,7 @@ class MemoryTier:
 
     def _run_id(self, deadline: Deadline) -> str:
         """The id of the run in storage; "" if storage has no run there."""
-        with TimedStore(open_store(self._run), timeout_s=deadline.timeout_s) as storage:
+        with TimedStore(open_store(self._run), timeout_s=deadline.for_storage_s) as storage:
             try:
                 return Run.open(storage).run_id
             except NotFoundError:

@@ -12,6 +12,7 @@ from typing import Final
 from torch.distributed import ProcessGroup
 
 from holdfast.checkpointer.events import (
+    CheckingListener,
     CheckpointerClosed,
     CheckpointerOpened,
     Event,
@@ -44,6 +45,9 @@ class Observers:
         self, listeners: Sequence[EventListener], run: Callable[[], Location], group: ProcessGroup | None
     ) -> None:
         check_listeners(listeners)
+        for each in listeners:
+            if isinstance(each, CheckingListener):
+                each.check(text_of(run()))
         self._relay = Relay(listeners, lambda: _source(run(), group)) if listeners else None
         self._working = [each for each in listeners if isinstance(each, WorkingListener)]
         for each in self._working:

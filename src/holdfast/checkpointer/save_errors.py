@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -9,9 +10,12 @@ from holdfast.checkpointer.snapshot_messages import SnapshotRoom
 from holdfast.errors import ConfigurationError, DeadlineError, FencedError, HoldfastError, StateError, StorageError
 from holdfast.format.records import Place
 from holdfast.store.base import Location
+from holdfast.wording import count
 
 #: The code of errors that say that storage has no space.
 FULL: Final = "storage.full"
+#: Most steps that a message names one by one.
+_MOST_NAMED: Final = 6
 #: The beginning of errors that last until somebody changes the set-up.
 _SET_UP: Final = "[config."
 #: Codes of errors after which saves go to storage for a while: this node's memory cannot be used now.
@@ -32,6 +36,28 @@ def incomplete(step: int) -> StateError:
         action="Read the log of that rank for the cause. The next save tries again.",
         step=step,
     )
+
+
+def kept_on_node(steps: Sequence[int], *, on_disk: Collection[int]) -> tuple[str, ...]:
+    """The details of an error about snapshots of `steps` that are not durable yet: where this rank's parts are safe.
+    Those of the steps `on_disk` are on the disk of the node."""
+    disk, memory = [step for step in steps if step in on_disk], [step for step in steps if step not in on_disk]
+    kept = [f"of {_named(disk)} on the disk of its node"] if disk else []
+    kept += [f"of {_named(memory)} in the memory of its node, until the node goes down"] if memory else []
+    if not kept:
+        return ()
+    later = (
+        "The keeper goes on without this process: it brings these steps to the run when the store takes them, the "
+        "oldest first. holdfast ls lists them then, and a restore on the same nodes finds them before."
+    )
+    return f"The part of this rank is safe: {'; '.join(kept)}.", later
+
+
+def _named(steps: Sequence[int]) -> str:
+    """Steps in words; of many, only the first and the last one."""
+    if len(steps) > _MOST_NAMED:
+        return f"{count(len(steps), 'step')} from {min(steps)} to {max(steps)}"
+    return ("step " if len(steps) == 1 else "steps ") + ", ".join(map(str, steps))
 
 
 def unwatched(step: int) -> DeadlineError:

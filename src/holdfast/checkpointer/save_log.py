@@ -95,5 +95,10 @@ def warn_of_loss(error: HoldfastError) -> None:
     _log.warning(
         "the machine is taken away, and not all saves are durable: %s The keeper goes on as long as it can; if its "
         "memory is lost, the next job goes on from an older step.",
-        error.message,
+        " ".join((error.message, *error.details)),
     )
+
+
+def warn_of_undurable(kept: tuple[str, ...]) -> None:
+    """Warn that an exception ended training before all saves were durable; `kept` says where they are safe."""
+    _log.warning("an exception ended training before all saves were durable. %s", " ".join(kept))

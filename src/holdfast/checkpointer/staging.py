@@ -452,6 +452,10 @@ class Stager:
             self._trouble = memory_error(self.node_dir, error)
         self._given_up.fail(checkpoint_id)
 
+    def steps_on_disk(self) -> set[int]:
+        """The steps of saves that have not ended, and whose part of this rank a disk of the node has."""
+        return self._watcher.steps_on_disk()
+
     def watch(self) -> None:
         """Make sure that the watcher's thread runs."""
         self._watcher.begin()

@@ -67,6 +67,11 @@ class _Pending(NamedTuple):
         return self.machine.is_over and self.machine.is_protection_over
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether a disk of the node has what was in the slot, as far as the last look at it tells."""
+        return self.is_on_disk_alone or (self.slot is not None and self.slot.state == SlotState.ON_DISK)
+
+    @property
     def is_on_disk_alone(self) -> bool:
         """Whether the slot holds something else by now."""
         contents = None if self.slot is None else self.slot.record.contents
@@ -106,6 +111,10 @@ class Watcher:
                 pending.machine.leave_unprotected(replaced_unprotected(pending.machine.step, ""))
         with self._lock:
             self._pending.append(_Pending(machine, checkpoint_id, slot, part, files))
+
+    def steps_on_disk(self) -> set[int]:
+        """The steps of watched saves that have not ended, and whose part of this rank is on a disk of the node."""
+        return {each.machine.step for each in self._pending_now() if each.is_on_disk and not each.machine.is_over}
 
     @property
     def trouble(self) -> str:

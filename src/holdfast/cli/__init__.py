@@ -23,6 +23,9 @@ from holdfast.errors import ConfigurationError, HoldfastError, StorageError
 #: Errors of a write to standard output. (Errors of stores are `StorageError`s, and others name a file.)
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
+#: Commands that go on from what they have done when somebody calls them again.
+_GOES_ON: Final = frozenset({"cp", "export", "import"})
+
 
 def main() -> NoReturn:
     """Run the command line of this process and exit."""
@@ -55,9 +58,11 @@ def run(arguments: Sequence[str]) -> NoReturn:
     try:
         status = app(arguments, prog_name="holdfast", standalone_mode=False) or 0
         sys.stdout.flush()  # here, where a full disk is a failure; at the end of the interpreter it would be status 120
-        sys.exit(status)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - Python's own status, 1, would say "a finding"
-        sys.exit(_status(error, as_json="--json" in arguments))
+        status = _status(error, as_json="--json" in arguments)
+    if status == INTERRUPTED and next(iter(arguments), "") in _GOES_ON:
+        sys.stderr.write("interrupted: what is done stays; the same command goes on from there\n")
+    sys.exit(status)
 
 
 @runtime_checkable

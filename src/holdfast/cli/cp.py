@@ -31,11 +31,7 @@ class CopyDocument(msgspec.Struct, frozen=True, kw_only=True):
 def cp(src: str, dst: str, *, skip_damaged: bool, read_back: bool, as_json: bool) -> bool:
     """Copy the run or checkpoint `src` into the run `dst`, and print a report. Returns False where a damaged checkpoint
     was left out."""
-    try:
-        report = copy_by(src, dst, read_back=read_back, skip_damaged=skip_damaged, shown=not as_json)
-    except KeyboardInterrupt:
-        say(console(stderr=True), "interrupted: what was copied stays; the same command goes on from there")
-        raise
+    report = copy_by(src, dst, read_back=read_back, skip_damaged=skip_damaged, shown=not as_json)
     if as_json:
         print_json(CopyDocument(**vars(report) | {"head": report.head or None}))
     else:

@@ -26,9 +26,11 @@ class Deadline:
 
     @property
     def for_storage_s(self) -> float:
-        """Seconds that a store may take: nine tenths of the timeout, so that a rank whose store hangs has time to tell
-        the others."""
-        return 0.9 * self.timeout_s
+        """Seconds that a store may take from now on. They end after nine tenths of the timeout, whenever somebody asks,
+        so that a rank whose store hangs has time to tell the others. A store that is opened later than that gets the
+        last tenth."""
+        left_s = self._end_s - self._clock() - 0.1 * self.timeout_s
+        return max(left_s, 0.1 * self.timeout_s)
 
     def remaining_s(self, *, graces: int = 0) -> float:
         """Seconds that are left, at least 1 ms.

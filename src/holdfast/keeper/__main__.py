@@ -20,9 +20,10 @@ from holdfast.keeper.daemon import GRACE_S, IDLE_S, keep
 from holdfast.keeper.log import BoundedLog
 from holdfast.node_disk.disk_folder import use_disk
 from holdfast.node_memory.inventory import name_of
-from holdfast.node_memory.keeper_lock import require_protocol, try_lock
+from holdfast.node_memory.keeper_lock import require_protocol, require_signer, try_lock
 from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder
 from holdfast.run.paths import parse
+from holdfast.signing import has_keys
 from holdfast.store.urls import absolute, location_of
 
 #: More open files than a keeper needs for some hundred ranks on its node.
@@ -73,7 +74,8 @@ def serve(
     the folder `local` on a disk. Returns whether everything is durable then, or another keeper is at work. With
     `detach`, a child does this in the background, and the calling process ends once the keeper's lock is taken.
 
-    Raises `ConfigurationError` where `node_dir` or `local` cannot be used, or its contents are another version's.
+    Raises `ConfigurationError` where `node_dir` or `local` cannot be used, its contents are another version's, or this
+    process has signing keys and a keeper without any did not end.
     """
     handlers = [BoundedLog(is_bounded=detach)]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", handlers=handlers)
@@ -87,7 +89,9 @@ def serve(
         if local is not None:
             use_disk(folder, Path(absolute(local)), location_of(uri))
         require_protocol(folder, timeout_s=2 * GRACE_S)
-        lock = try_lock(folder)
+        if has_keys():
+            require_signer(folder, timeout_s=2 * GRACE_S)
+        lock = try_lock(folder, signs=has_keys())
         if lock is None:
             _log.info("another keeper is at work in '%s'", folder.path)
             return True

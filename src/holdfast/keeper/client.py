@@ -17,9 +17,10 @@ import holdfast
 from holdfast.errors import ConfigurationError, HoldfastError
 from holdfast.keeper.daemon import GRACE_S
 from holdfast.node_memory.inventory import LOG_NAME
-from holdfast.node_memory.keeper_lock import is_kept, require_protocol
+from holdfast.node_memory.keeper_lock import is_kept, require_protocol, require_signer
 from holdfast.node_memory.keeper_starts import MAX_STARTS, starts
 from holdfast.node_memory.node_folder import NodeFolder
+from holdfast.signing import has_keys
 
 _NUM_TRIES: Final = 3
 _KILLED: Final = -9
@@ -35,7 +36,8 @@ _early: Final[dict[Path, Thread]] = {}
 def ensure_keeper(folder: NodeFolder, run: str) -> None:
     """Return when a keeper of `folder` is at work. Starts one where there is none, which takes a few tenths of a
     second. Before that, pauses for some seconds at most if earlier keepers died soon after their start
-    (`holdfast.node_memory.keeper_starts`).
+    (`holdfast.node_memory.keeper_starts`). If this process has signing keys, replaces a keeper that has none, which
+    makes its slots durable first: an earlier job started it, and its environment stays as it was.
 
     The keeper has its own session, no parent and none of this process's descriptors. So whatever ends this process does
     not end the keeper, except for the end of a container or of a Slurm step. Any number of processes may call this at
@@ -43,9 +45,12 @@ def ensure_keeper(folder: NodeFolder, run: str) -> None:
 
     Raises:
         ConfigurationError: the keeper could not start, or too many of them died soon after their start; the error says
-            why. Or the contents of `folder` are another version's, see `require_protocol`.
+            why. Or the contents of `folder` are another version's, see `require_protocol`, or a keeper without keys did
+            not end, see `require_signer`.
     """
     require_protocol(folder, timeout_s=2 * GRACE_S)
+    if has_keys():
+        require_signer(folder, timeout_s=2 * GRACE_S)
     if is_kept(folder):
         return
     early = _early.get(folder.path)

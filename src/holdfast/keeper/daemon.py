@@ -37,6 +37,7 @@ from holdfast.node_memory.keeper_lock import clear_protocol, is_unwanted, note_k
 from holdfast.node_memory.keeper_starts import clear_starts, note_start
 from holdfast.node_memory.node_folder import NodeFolder
 from holdfast.node_memory.slots import OWED, SPENT, Contents, Slot, SlotRecord, SlotState, slot_names
+from holdfast.signing import has_keys
 from holdfast.store.retry_budget import RetryBudget
 
 #: Time without trainers and work after which a keeper removes its slots and ends.
@@ -582,7 +583,7 @@ def keep(
     write_protocol(folder)
     keeper = Keeper(folder, lock)
     try:
-        keeper.run(is_over=lambda: is_over() or is_unwanted(lock), idle_s=idle_s)
+        keeper.run(is_over=lambda: is_over() or is_unwanted(lock, signs=has_keys()), idle_s=idle_s)
         owes_nothing = keeper.finish(grace_s=grace_s)
         keeper.give_back()
         if not keeper.is_displaced:

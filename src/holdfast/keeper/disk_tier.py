@@ -80,7 +80,8 @@ class DiskTier:
             if disk in self._met:
                 continue
             try:
-                sweep(disk)
+                with self._telling():  # a disk that has become read-only may have what the run lacks
+                    sweep(disk)
                 for part in found_parts(disk):
                     self._parts[part.checkpoint_id] = part
                     if part.is_drained:

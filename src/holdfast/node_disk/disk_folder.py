@@ -46,6 +46,8 @@ _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 #: Age at which a file in the making counts as left, even where nothing shows whether its writer lives.
 _LEFT_S: Final = 3600.0
 
+#: Folders that the log has called read-only.
+_told: Final = set[Path]()
 _log = logging.getLogger(__name__)
 
 
@@ -224,7 +226,8 @@ def _sweep_nameless(store: DiskStore) -> None:
 
 
 def check_root(root: Path, run: Location) -> None:
-    """Make the folder `root` if its parent is there, and check that this process can use it for `run`.
+    """Make the folder `root` if its parent is there, and check that this process can use it for `run`. A disk that has
+    become read-only can still be read: where it has checkpoints of `run`, a warning says so, once.
 
     Raises:
         ConfigurationError: code ``config.local``: it cannot be used, or lies in the run, or the run in it.
@@ -239,7 +242,16 @@ def check_root(root: Path, run: Location) -> None:
         if not root.is_dir():
             raise _unusable(root, "it is not a folder")
         if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-            raise _unusable(root, f"user {os.geteuid()} may not write to it")
+            if not (os.access(root, os.R_OK | os.X_OK) and any(found_parts(NotedDisk(str(root), run.url)))):
+                raise _unusable(root, f"user {os.geteuid()} may not write to it")
+            if root not in _told:
+                _told.add(root)
+                _log.warning(
+                    "user %d may not write to '%s': its checkpoints are read, and new ones go to the run at once, and "
+                    "not to this disk. If it has become read-only, the kernel log says why (dmesg)",
+                    os.geteuid(),
+                    root,
+                )
     except OSError as error:
         raise _unusable(root, error.strerror or str(error)) from error
 

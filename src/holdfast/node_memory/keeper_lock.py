@@ -13,26 +13,32 @@ from holdfast.node_memory import file_locks
 from holdfast.node_memory.node_folder import NodeFolder, unusable_memory
 
 #: Version of the records of slots and generations, and of the rules by which processes change them.
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 
 _LOCK_NAME: Final = "keeper.lock"
 _PROTOCOL_NAME: Final = "keeper.protocol"
 #: Bytes of the lock file: the keeper locks the first one, and a process that wants the keeper to end locks the second
 #: one, shared. So a request reaches a keeper in another PID namespace, and never the wrong process; and it ends with
-#: the process that made it.
+#: the process that made it. A keeper that has signing keys locks the third byte, shared. A process that wants a keeper
+#: without keys to end locks the fourth one, shared; a keeper with keys ignores that, so such a request never ends the
+#: keeper that follows.
 _KEPT: Final = 0
 _UNWANTED: Final = 1
+_SIGNS: Final = 2
+_SIGNER_WANTED: Final = 3
 _LOOK_S: Final = 0.05
 
 
-def try_lock(folder: NodeFolder) -> int | None:
+def try_lock(folder: NodeFolder, *, signs: bool = False) -> int | None:
     """Take the right to be the keeper of `folder`. Returns a descriptor, which holds the right as long as it is open;
-    None where another process has it.
+    None where another process has it. A keeper that `signs` has signing keys.
 
     The right ends with this process and the children that it forks, however they end.
     """
     while True:
         fd = open_lock(folder)
+        if signs:  # first, so that nobody takes this keeper for one without keys
+            file_locks.try_lock(fd, _SIGNS, shared=True, inherited=True)
         if not file_locks.try_lock(fd, _KEPT, inherited=True):
             os.close(fd)
             return None
@@ -72,9 +78,10 @@ def keeper_pid(folder: NodeFolder) -> int | None:
     return None
 
 
-def is_unwanted(lock: int) -> bool:
-    """Whether some process wants the keeper that has the `lock` to end."""
-    return file_locks.is_locked(lock, _UNWANTED)
+def is_unwanted(lock: int, *, signs: bool) -> bool:
+    """Whether some process wants the keeper that has the `lock` to end, because it ends all keepers, or those without
+    signing keys. This one has some if it `signs`."""
+    return file_locks.is_locked(lock, _UNWANTED) or (not signs and file_locks.is_locked(lock, _SIGNER_WANTED))
 
 
 def end_keeper(folder: NodeFolder, *, timeout_s: float) -> bool:
@@ -88,6 +95,30 @@ def end_keeper(folder: NodeFolder, *, timeout_s: float) -> bool:
         while is_locked(fd) and time.monotonic() < end:
             time.sleep(_LOOK_S)
         return not is_locked(fd)
+
+
+def require_signer(folder: NodeFolder, *, timeout_s: float) -> None:
+    """Return when no keeper without signing keys keeps `folder`. Asks one that does to make its slots durable and to
+    end, and blocks for up to `timeout_s`. For processes that have keys: such a keeper cannot write their checkpoints.
+
+    Raises:
+        ConfigurationError: that keeper did not end within `timeout_s`.
+    """
+    with _lock_file(folder) as fd:
+        if fd is None or not is_locked(fd) or file_locks.is_locked(fd, _SIGNS):
+            return
+        file_locks.try_lock(fd, _SIGNER_WANTED, shared=True)
+        end = time.monotonic() + timeout_s
+        while is_locked(fd) and not file_locks.is_locked(fd, _SIGNS):
+            if time.monotonic() > end:
+                raise ConfigurationError(
+                    f"A job without a signing key started the keeper of '{folder.path}', and it did not end within "
+                    f"{timeout_s:.0f} s. It cannot sign the checkpoints of this job.",
+                    code="config.signing_key",
+                    action="End it with holdfast node RUN --stop on this node, and start the job again.",
+                    path=str(folder.path),
+                )
+            time.sleep(_LOOK_S)
 
 
 @contextmanager

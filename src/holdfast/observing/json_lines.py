@@ -12,8 +12,9 @@ import msgspec
 from holdfast.checkpointer.events import Event, EventSource
 from holdfast.errors import ConfigurationError
 from holdfast.observing.recording import record_of
-from holdfast.store.base import Location
+from holdfast.store.base import SCHEME, Location
 from holdfast.store.modes import in_folder, new_folder_mode
+from holdfast.store.urls import absolute, local_path
 from holdfast.telemetry.event_files import SUFFIX, folder_beside
 
 
@@ -23,22 +24,23 @@ class JsonLines:
 
     A line takes some 250 bytes, and a save some seven lines on each rank. The folder is no part of the run: any of its
     files may be deleted at any time.
+
+    Raises `ConfigurationError`: ``config.events`` if `folder` is the URL of a bucket. A `Checkpointer` of a run in a
+    bucket raises it too, when it gets a listener for which no folder was named.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if folder is None else Path(folder).absolute()
+        self._folder = None if folder is None else _local(os.fspath(folder))
         self._token = secrets.token_hex(4)
 
+    def check(self, run: str) -> None:
+        """Raise `ConfigurationError`, code ``config.events``, if `run` is in no folder and none was named. A
+        `Checkpointer` calls this when it is made."""
+        self._folder_for(run)
+
     def hear(self, event: Event, source: EventSource) -> None:
-        """Append a line. Raises `OSError` if that fails, and `ConfigurationError` if the run is in no folder and none
-        was named."""
-        folder = self._folder or folder_beside(Location(source.run))
-        if folder is None:
-            raise ConfigurationError(
-                f"the run '{source.run}' is in no folder, so there is none beside it for its events.",
-                code="config.events",
-                action="Name a folder: holdfast.observing.JsonLines('/shared/events').",
-            )
+        """Append a line. Raises `OSError` if that fails, and as `check`."""
+        folder = self._folder_for(source.run)
         if not folder.is_dir():
             folder.mkdir(mode=new_folder_mode(), parents=True, exist_ok=True)
         line = msgspec.json.encode(record_of(event, source)) + b"\n"
@@ -49,6 +51,26 @@ class JsonLines:
             if written < len(line):  # or the next line would begin in the middle of this one
                 file.truncate(file.tell() - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def _folder_for(self, run: str) -> Path:
+        folder = self._folder or folder_beside(Location(run))
+        if folder is None:
+            raise _no_folder(f"the run '{run}' is in no folder, so there is none beside it for its events.")
+        return folder
+
+
+def _local(folder: str) -> Path:
+    """The folder of a file system that the user named."""
+    path = local_path(folder)
+    if SCHEME.match(path):
+        raise _no_folder(f"'{folder}' is no folder of a file system, and JsonLines appends to files.")
+    return Path(absolute(path))
+
+
+def _no_folder(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        what, code="config.events", action="Name a folder: holdfast.observing.JsonLines('/shared/events')."
+    )
 
 
 def _like_folder(path: str, flags: int) -> int:

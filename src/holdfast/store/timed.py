@@ -364,7 +364,7 @@ class TimeLimit:
 
     def _late(self, operation: str, path: str) -> StorageError:
         return StorageError(
-            f"cannot {operation} {path}: the store did not answer within {self._timeout_s:g} s.",
+            f"cannot {operation} {path}: the store did not answer within {round(self._timeout_s, 2):g} s.",
             code="storage.timeout",
             action="Check the file server, the mount and the disk; if they are only slow, raise timeout_s.",
             path=path,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias
 from urllib.parse import unquote
 
@@ -156,18 +157,33 @@ def local_path(text: str) -> str:
 
 
 def _refuse_joined(text: str) -> None:
-    """Raise the error of a URL that a `Path` was made of: it would name a folder of this machine, such as ``s3:``."""
+    """Raise the error of a URL that a `Path` was made of: it would name a folder of this machine, such as ``s3:``. The
+    path may be absolute, too; where the working directory has a folder of that name, the user means the folder."""
+    text = _made_absolute(text)
     joined = _JOINED.match(text)
     if joined is None or (joined[1].lower() != "file" and _opener(joined[1].lower()) is None):
         return
     rest = text[joined.end() :]
     raise ConfigurationError(
-        f"'{text}' has one slash behind '{joined[1]}:', so it is no URL; a pathlib.Path joins the slashes of a URL.",
+        f"'{text}' has one slash behind '{joined[1]}:', so it is no URL; pathlib.Path and os.path.abspath join the "
+        "slashes of a URL.",
         code="config.path",
         action=f"Pass the URL as a str: '{joined[1]}://{'/' if joined[1].lower() == 'file' else ''}{rest}'. "
         f"For a folder of this name, write './{text}'.",
         path=text,
     )
+
+
+def _made_absolute(text: str) -> str:
+    """The text that somebody made the absolute path `text` of, if that is the path of no folder; else `text`."""
+    if not os.path.isabs(text):  # noqa: PTH117 - a string, as in `absolute`
+        return text
+    with suppress(FileNotFoundError):  # the working directory was removed
+        relative = text.removeprefix(os.path.join(os.getcwd(), ""))  # noqa: PTH109, PTH118
+        joined = _JOINED.match(relative)
+        if joined is not None and not os.path.lexists(text[: len(text) - len(relative)] + f"{joined[1]}:"):
+            return relative
+    return text
 
 
 def _opener(scheme: str) -> Opener | None:
