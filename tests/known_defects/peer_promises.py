@@ -5,6 +5,24 @@ from __future__ import annotations
 from tests.known_defects.mutants import Mutation
 
 PEER_MUTATIONS = [
+    Mutation(  # messages to a silent first node pile up
+        "keeper/test_marking.py::test_a_first_node_that_does_not_answer_does_not_delay_copies_to_other_nodes",
+        "keeper/marking.py",
+        "        if _is_under_way(self._said):\n",
+        "        if session is None:\n",
+    ),
+    Mutation(  # the reason stays on its node
+        "keeper/test_marking.py::test_the_ranks_of_all_nodes_hear_why_one_of_them_cannot_be_protected[0]",
+        "keeper/marking.py",
+        "        elif trouble := session.trouble_elsewhere:\n",
+        "        elif trouble := session.marked and session.trouble_elsewhere:\n",
+    ),
+    Mutation(  # the sender blamed for a full node
+        "checkpointer/test_away_nodes.py::test_a_full_node_leaves_what_nodes_without_a_part_send_to_another_one",
+        "checkpointer/lost_slots.py",
+        "                    return _RebuildReport(full=(self.own,), trouble=reply.reason)",
+        "                    return _RebuildReport((away.node,), trouble=reply.reason)",
+    ),
     Mutation(  # blocks of a row unverified
         "keeper/test_parity_rows.py::test_parity_is_made_of_no_slot_that_changed_after_it_was_sealed[data]",
         "keeper/parity_rows.py",
