@@ -113,6 +113,27 @@ def test_what_was_really_lost_is_rebuilt_from_chains_of_several_pieces(
     assert rebuilt(nodes, snapshot, (0, 4), 2, group) == [CopyKept()] * 3  # again: it has them
 
 
+def test_a_peer_that_was_started_again_since_the_last_rebuild_spoils_one_more_at_most(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    """Each of the connections that were left of the last rebuild spoiled another one."""
+    nodes, snapshot = protected(tmp_path, stack, 1, SIZES[:3])
+    group = nodes.group_of(snapshot, 0)
+
+    def reply() -> PeerReply:
+        for name in copy_names(nodes.folders[2]):
+            nodes.folders[2].remove(name)
+        nodes.look()
+        (reply,) = rebuilt(nodes, snapshot, (1,), 2, group)
+        return reply
+
+    assert reply() == CopyKept()
+    nodes.restart(0)
+    nodes.look()
+    assert isinstance(reply(), Declined)
+    assert reply() == CopyKept()
+
+
 def test_what_was_rebuilt_of_an_older_checkpoint_stays_until_a_newer_one_is_protected(
     tmp_path: Path, stack: ExitStack
 ) -> None:

@@ -43,6 +43,11 @@ _SHARE: Final = 0.6
 #: Limit for another node to send a slot, in all and per byte: it may stand still.
 _SEND_S: Final = 60.0
 _SEND_S_PER_NBYTES: Final = 100 / (1 << 30)
+#: Number of tries to rebuild a checkpoint: each may find that another node does not answer, or has damage, of two that
+#: may be lost; and only one that does not answer twice counts as lost.
+_NUM_REBUILDS: Final = 5
+#: Number of those that may fail without a known cause. One that passes, as the start of a keeper, is over at the next.
+_NUM_UNEXPLAINED: Final = 2
 
 
 class RebuildOutcome(NamedTuple):
@@ -57,6 +62,12 @@ class RebuildOutcome(NamedTuple):
     full: frozenset[str]
     trouble: str
 
+    @property
+    def is_unexplained(self) -> bool:
+        """Whether it failed, and no node is known to be the cause: a keeper that has just been started may not have
+        known its slots yet, or a connection to the one before it broke."""
+        return bool(self.trouble) and not (self.failed | self.silent | self.full)
+
     def error(self, folder: NodeFolder) -> CorruptError:
         """The error of a checkpoint that cannot be rebuilt."""
         return CorruptError(
@@ -67,6 +78,11 @@ class RebuildOutcome(NamedTuple):
             path=str(folder.path),
             tier="peer memory",
         )
+
+
+def are_hopeless(tries: Sequence[RebuildOutcome]) -> bool:
+    """Whether a checkpoint is to be given up after these tries to rebuild it."""
+    return len(tries) > _NUM_REBUILDS or sum(each.is_unexplained for each in tries) > _NUM_UNEXPLAINED
 
 
 class _KeeperAddresses(msgspec.Struct, frozen=True, array_like=True):

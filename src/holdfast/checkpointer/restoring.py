@@ -31,7 +31,7 @@ from holdfast.checkpointer.commit_wait import RestoredCheckpoint
 from holdfast.checkpointer.first_save import check_first_save
 from holdfast.checkpointer.found_on_node import FoundOnNode, copies_of, drained_parts, held_rows, let_go, sealed_slots
 from holdfast.checkpointer.inventories import Inventory, ToldKnowledge, Unknown, inventory, known_of
-from holdfast.checkpointer.lost_slots import RebuildOutcome, rebuild_lost
+from holdfast.checkpointer.lost_slots import RebuildOutcome, are_hopeless, rebuild_lost
 from holdfast.checkpointer.memory_option import NodeDirs
 from holdfast.checkpointer.peer_meeting import CopiesLeft, check_policies
 from holdfast.checkpointer.restore_report import RejectedSource, RestoreReport, Tier
@@ -64,10 +64,6 @@ from holdfast.run.session import JOB
 from holdfast.store.base import Location, Store
 from holdfast.store.timed import TimedStore
 from holdfast.store.urls import open_store, text_of
-
-#: Number of tries to rebuild a checkpoint: each may find that another node does not answer, or has damage, of two that
-#: may be lost; and only one that does not answer twice counts as lost.
-_NUM_REBUILDS: Final = 5
 
 _log = logging.getLogger(__name__)
 
@@ -331,10 +327,8 @@ def _newest_in_memory(
         seal = records.decode(chosen.seal, Seal, path=str(folder.path))
         if chosen.rebuild is not None:
             outcome = rebuild_lost(run, folder, seal, chosen.rebuild, channel, deadline)
-            num_tries = sum(each.checkpoint_id == outcome.checkpoint_id for each in rebuilt) + 1
-            is_unknown = bool(outcome.trouble) and not outcome.failed | outcome.silent | outcome.full
-            is_hopeless = is_unknown or num_tries > _NUM_REBUILDS
-            return _DamagedSnapshot(seal.place, outcome.error(folder), None) if is_hopeless else outcome
+            tries = [outcome, *(each for each in rebuilt if each.checkpoint_id == outcome.checkpoint_id)]
+            return _DamagedSnapshot(seal.place, outcome.error(folder), None) if are_hopeless(tries) else outcome
         resumes = options.resumes
         assert resumes is not None
         resumes.earlier = chosen.earlier_resumes

@@ -57,12 +57,15 @@ class PeerConnections:
 
     @contextmanager
     def to(self, way: Way, *, timeout_s: float) -> Iterator[PeerConnection]:
-        """A connection by `way`, for the ``with`` block. After an error in it, it is closed."""
+        """A connection by `way`, for the ``with`` block. After an error in it, it is closed, and so are the others by
+        that way: the peer may have been started again."""
         connection = self._taken(way) or way.connect(timeout_s)
         try:
             yield connection
         except BaseException:
             connection.close()
+            while (other := self._taken(way)) is not None:
+                other.close()
             raise
         with self._lock:
             self._idle.append((way, connection, time.monotonic()))

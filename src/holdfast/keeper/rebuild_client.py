@@ -20,16 +20,16 @@ _LEAST_S: Final = 1.0
 
 def rebuild_copy(way: Way, offer: OfferCopy, generation: bytes, request: RebuildCopy, *, timeout_s: float) -> PeerReply:
     """Have the keeper at `way` rebuild the slot that `offer` describes, of a checkpoint with this encoded `generation`.
-    The token of the `request` is set here. Returns `CopyKept` when it is whole and verified, or as `RebuildCopy` says.
+    The token of the `request` is set here. Returns `CopyKept` when it is whole and verified, or as `RebuildCopy` says;
+    `Declined` where the keeper does not take it now.
 
     Raises:
-        StorageError: the keeper does not answer in time; code ``storage.memory``, it does not take the copy, for which
-            its node has no memory, say.
+        StorageError: the keeper does not answer in time; code ``storage.memory``, its node has no memory for the copy.
     """
     timeout_s = max(timeout_s, _LEAST_S)
     with way.connect(timeout_s) as connection:
         reply = connection.ask(offer, timeout_s=timeout_s)
-        if isinstance(reply, Declined):
+        if isinstance(reply, Declined) and reply.is_full:
             raise not_taken(way.address, reply.reason)
         if not isinstance(reply, CopyWanted):
             return reply
