@@ -41,12 +41,15 @@ def prepare_saves(
     group: ProcessGroup | None,
     deadline: Deadline,
 ) -> None:
-    """Have the nodes protect what was `restored` from their memory, and begin to prepare memory. Collective."""
+    """Have the nodes protect what was `restored` from their memory, and begin to prepare memory, in what is left of the
+    restore's time, until `deadline`. Collective."""
     if tier.stager.policy:
-        channel = default_channel("restore", group, deadline=deadline)
+        # In a time of its own: where keepers do not answer, the restore took all of its time, and it has succeeded.
+        meeting_deadline = Deadline(deadline.timeout_s)
+        channel = default_channel("restore", group, deadline=meeting_deadline)
         part = attempt(lambda: tier.stager.protected_part(_flattened(state, channel, select), channel))
-        channel.confirm("state", part, deadline)
-        work = Reprotection(tier.stager, done(part), restored.left, channel.in_background(), deadline)
+        channel.confirm("state", part, meeting_deadline)
+        work = Reprotection(tier.stager, done(part), restored.left, channel.in_background(), meeting_deadline)
         tier.begin(Background(work))
     if restored.report.tier != "node memory":  # which has the slots of the last job
         reserve_memory(tier, state, select=select, group=group, deadline=deadline)
