@@ -139,6 +139,7 @@ def test_a_peer_without_memory_delays_protection_until_it_has_some(
         until(lambda: look(*keepers) and not copy_names(folders[0]))  # a slot that is refused exists for a moment
     until(lambda: look(*keepers) and all(protected_ids(folder) for folder in folders))
     until(lambda: look(*keepers) and not any(peer_trouble(folder) for folder in folders))
+    assert all(copy_in(folder, stack).state == SlotState.HELD for folder in folders)
 
 
 def test_a_full_memory_ends_no_keeper_which_says_later_what_it_could_not_note(

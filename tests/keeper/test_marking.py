@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any, Final
@@ -34,28 +34,18 @@ from holdfast.peers.peer_messages import Declined
 from holdfast.peers.tcp import TcpConnection, TcpPeers
 from holdfast.run.history import Run
 from tests.keeper.test_copies import SECRET, keepers_of, look, meet
+from tests.keeper.test_copies import saved as _saved
+from tests.keeper.test_copies import stack as _stack
 from tests.keeper.test_keeper_promises import Later
 from tests.keeper.test_persist import CHECKPOINT, Saved
 from tests.keeper.test_persist import folders as _folders
 from tests.keeper.test_persist import run as _run
 from tests.support.nursery import until
 
-run, folders = _run, _folders
+run, folders, saved, stack = _run, _folders, _saved, _stack
 
 #: Time after which a connection to the silent keeper fails.
 _CONNECT_S: Final = 1.5
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def saved(run: Run, folders: list[NodeFolder], stack: ExitStack) -> Saved:
-    """A checkpoint of two ranks, one on each node, staged."""
-    return Saved(run, folders, stack)
 
 
 class SilentNode:

@@ -1,5 +1,5 @@
-"""How keepers find out that a generation is protected: each node tells the first node of the table which of its files
-are kept. That counts them, marks the generation when all are, and tells all nodes.
+"""Keepers find out together that a generation is protected: each node tells the first node of the table which of its
+files are kept. That counts them, marks the generation when all are, and tells all nodes.
 
 A node that cannot be protected tells the first node why, which passes that on to those that wait for the mark: so the
 ranks of all nodes hear the reason. They go on to wait for protection, as before: what was protected last stays on them.
@@ -38,7 +38,7 @@ _NUM_TELLERS: Final = 4
 
 
 class Marking:
-    """What the keeper of `folder` says to other nodes about protection. Only the one thread of the keeper uses it,
+    """Tells other nodes what the keeper of `folder` knows about protection. Only the one thread of the keeper uses it,
     except for `answer`. `way_to` is the way to a peer of a session; `has_noted` writes a note into the memory of this
     node, and returns whether that was possible."""
 

@@ -132,7 +132,7 @@ class PeerSession:
 
     @property
     def lateness(self) -> str:
-        """What did not come in time, so that saves should not wait for it: parity, or a mark; "" where all did."""
+        """The reason why saves should not wait for parity or for a mark, which is late; "" where none is."""
         _, step, until_s = self.encoded
         if time.monotonic() > until_s:
             return f"step {step} is not protected yet: its parity is not complete on all nodes of the group."

@@ -87,7 +87,7 @@ class RankSave:
 
     @property
     def doing_now(self) -> str:
-        """What the rank does for a save under way."""
+        """The words for the work of the rank on a save under way."""
         return f"in {self.phase_now}" if self.spans or not self.waits_for else "waiting for a slot"
 
     def seconds(self) -> dict[str, float]:
