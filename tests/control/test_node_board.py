@@ -6,8 +6,10 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -54,6 +56,23 @@ def test_one_of_the_ranks_of_a_node_reads_for_all(tmp_path: Path, nbytes: int) -
     value, log = os.urandom(nbytes), tmp_path / "log"
     assert run_processes(4, read_beside_others, tmp_path, log, value) == [value] * 4
     assert log.read_bytes() == b"."
+
+
+def test_a_notice_that_two_ranks_post_at_the_same_time_is_never_empty(tmp_path: Path) -> None:
+    # Threads of one process get the same lock, as ranks do where another rank has removed the lock's file as old.
+    ranks, keys, value = 4, range(300), b"decision"
+    together = Barrier(ranks)
+
+    def read_all(_: int) -> set[bytes | None]:
+        board = joined(tmp_path)
+        got = set()
+        for key in keys:
+            together.wait()
+            got.add(board.read(f"down/{key}", partial(found, value), 30))
+        return got
+
+    with ThreadPoolExecutor(ranks) as threads:
+        assert list(threads.map(read_all, range(ranks))) == [{value}] * ranks
 
 
 def hold_for_ever(memory: Path, began: Path) -> None:

@@ -149,7 +149,8 @@ class NodeBoard:
     def _post(self, notice: str, data: bytes) -> None:
         assert self._folder is not None
         try:
-            new = Path(f"{notice}.new")
+            # A name of its own: the lock's file may have been removed as old, and then two ranks post at the same time.
+            new = Path(f"{notice}.{secrets.token_hex(4)}.new")
             new.write_bytes(data)
             new.rename(notice)
             if time.monotonic() - self._cleaned_s > _OLD_NOTICE_S:
