@@ -292,6 +292,7 @@ def test_a_save_while_the_store_is_unreachable_is_held_in_memory_and_drained_in_
         assert set(holdfast.open(f"{run}@step={step}")["w0"].numpy().tolist()) == {float(step)}
 
 
+@pytest.mark.slow
 def test_a_close_while_the_store_is_unreachable_says_which_steps_are_safe_and_where(
     run: str, far_run: str, proxy: FaultProxy, memory: Memory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -172,6 +172,7 @@ def test_while_the_keeper_is_stopped_a_save_waits_no_longer_than_it_may(spec: Sp
     assert truth.loaded(spec.run) == 3
 
 
+@pytest.mark.slow
 def test_a_save_that_waited_in_vain_beside_a_full_disk_says_that_the_disk_is_full(spec: Spec, tmp_path: Path) -> None:
     training = Training(spec.numel)
     with (

@@ -190,8 +190,8 @@ def test_where_no_keeper_starts_after_a_restore_from_memory_no_save_goes_to_stor
     assert_restores(left, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when_full", ["wait", "skip"])
-@pytest.mark.few(1)
 def test_beside_a_full_disk_every_save_after_a_restore_from_memory_waits_in_vain(
     left: Left, when_full: Literal["wait", "skip"]
 ) -> None:

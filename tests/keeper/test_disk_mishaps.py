@@ -54,6 +54,7 @@ def files_of(run: Run) -> list[str]:
     return sorted(path.name for path in Path(run.storage.location.url).rglob("checkpoints/*/*"))
 
 
+@pytest.mark.slow
 def test_a_lost_manifest_on_the_disk_does_not_delete_the_data_beside_it(
     run: Run, saved: Saved, folder: NodeFolder, disk: Path, stack: ExitStack
 ) -> None:

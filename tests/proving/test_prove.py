@@ -126,6 +126,7 @@ def test_restarts_may_have_another_number_of_ranks(script: Path) -> None:
     assert "on 3 ranks instead of 2" in result.out
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_is_quoted(script: Path, tmp_path: Path) -> None:
     script.write_text("raise ValueError('no data')")
     result = prove("--dir", tmp_path / "proof", script)
