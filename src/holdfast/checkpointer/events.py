@@ -253,8 +253,8 @@ class IntervalChosen(_Timed):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryPointAged(_Timed):
-    """When a save of `step` begins, and when it fails: the newest durable checkpoint is that of `durable_step`, whose
-    state was taken ``age_s`` before, or restored then. `num_missed` saves in a row have made no checkpoint since."""
+    """A save of `step` began, or failed. The newest durable checkpoint is that of `durable_step`, whose state was taken
+    ``age_s`` before, or restored then. `num_missed` saves in a row have made no checkpoint since."""
 
     step: int
     durable_step: int

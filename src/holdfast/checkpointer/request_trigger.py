@@ -134,7 +134,7 @@ class _Mail:
         self._seen = found | {name: each for name, each in known.items() if each.touched_ns == found[name].touched_ns}
 
     def _touched_ns(self) -> int | None:
-        """When the file was last touched; None where there is none."""
+        """The time at which the file was last touched; None where there is none."""
         if self._file is None:
             return None
         try:

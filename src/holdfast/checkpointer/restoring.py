@@ -339,7 +339,7 @@ def _newest_in_memory(
                 report = _load(channel, deadline, loading, state, held, damaged=damaged)
             except HoldfastError as error:  # all ranks raise it, whichever found it
                 copy = _copy_of(seal, chosen, error) if chosen.has_more else None
-                # What a disk cannot read now may be the only copy of a checkpoint that the run lacks: that stays.
+                # A file that a disk cannot read now may be the only copy of a checkpoint that the run lacks: it stays.
                 if not is_damage(error) and not (is_disk_failure(error) and chosen.committed and copy not in bad):
                     raise
                 return _DamagedSnapshot(seal.place, error, None if copy in bad else copy)

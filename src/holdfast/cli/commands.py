@@ -176,7 +176,7 @@ app.command()(export)
 app.command()(advise)
 
 
-# What stands behind the script is the script's.
+# Arguments after the script belong to the script.
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def prove(
     script: Annotated[

@@ -98,8 +98,8 @@ def _protection(job: JobEvents, saves: Sequence[JobSave]) -> Iterator[Text]:
 
 
 def _durable_s(run: Run, head: RunHead, saves: Sequence[JobSave]) -> float | None:
-    """When the newest durable state was taken: that of the head, which a keeper may have committed after the job was
-    killed, when nobody recorded it; where the head cannot be read, the newest one that was recorded."""
+    """The time at which the newest durable state was taken: that of the head, which a keeper may have committed after
+    the job was killed, when nobody recorded it; where the head cannot be read, the newest one that was recorded."""
     recorded = [save for save in saves if (save.durable_s is not None if head.damage else save.place == head.place)]
     if head.place is not None and not recorded:
         with suppress(HoldfastError):  # it was removed just now

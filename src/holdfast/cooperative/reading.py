@@ -243,7 +243,7 @@ class CooperativeReading:
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._holders is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, holders=self._holders)
-        # What one rank alone reads need not fit into a buffer: a request may bring several.
+        # The reads of a rank that reads alone need not fit into a buffer: a request may bring several.
         alone = len(ranks) == 1
         chunk_nbytes = max(self._capabilities.request_nbytes, BUFFER_NBYTES) if alone else BUFFER_NBYTES
         return divide_reads(ranks, needs, chunk_nbytes=chunk_nbytes, first_file=first_file)

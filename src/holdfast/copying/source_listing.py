@@ -35,7 +35,7 @@ class SourceListing:
         epochs = frozenset(run.epochs())
         history = run.history()
         removed, places = history.removed(), history.places()
-        # What was committed in an epoch that was opened since the listing of epochs waits for the next copy.
+        # Checkpoints of an epoch that was opened after epochs were listed wait for the next copy.
         newest = max(epochs, default=0)
         known = frozenset(place for place in places if place.epoch <= newest)
         for lost in {place.epoch for place in known} - epochs:

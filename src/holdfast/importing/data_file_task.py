@@ -141,7 +141,7 @@ class DataFileTask:
         check()
         name = fmt.file_name(self.index)
         writer = CreateOnlyWriter(storage.writer(stored.key(name), nbytes=layout.nbytes), check)
-        # What writes in order reads the state twice: progress is that of the second time.
+        # A writer that needs its bytes in order reads the state twice: the second time counts as progress.
         counted = _after(layout.values_offset, advance) if writer.in_order else advance
         sources: list[Source] = [_StateSource(state, layout, pools.reads, counted)]
         if layout.values is not None:

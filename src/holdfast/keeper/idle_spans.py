@@ -1,4 +1,4 @@
-"""When training leaves a link idle: what was seen of it, and how long the present idle span will last. Pure.
+"""The spans in which training leaves a link idle, as they were seen, and the length of the present one. Pure.
 
 Training sends in bursts, and leaves the same gaps in each of its steps. (In GEMINI's profiles their lengths vary by
 less than 10 %.) So the gaps of the last steps foretell the next one. Where they do not, as with messages of chance,

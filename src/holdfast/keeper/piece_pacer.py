@@ -1,4 +1,4 @@
-"""When the next piece of a copy may be sent, and how large it is. Pure: callers say the time and what the link carried.
+"""The time at which the next piece of a copy may be sent, and its size. Pure: callers give the time and the load.
 
 A message of training that finds a piece on the link waits for its end. So one piece is on a link at a time, and takes
 `DELAY_S`. Pieces fill the idle spans of training one after another (GEMINI, SOSP'23): a piece is sent only if it ends

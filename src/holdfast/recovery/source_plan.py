@@ -104,7 +104,7 @@ class _SourcePlan:
         return min(nodes, key=lambda node: (self._end_s(number, node), holders[node].distance), default=None)
 
     def _end_s(self, number: int, node: str) -> float:
-        """When the node ends with this file, after those that it has; at once if it is in its own memory."""
+        """The time at which the node ends with this file, after those that it has; 0 for a file in its own memory."""
         seconds = self._seconds(number, node)
         return self._busy_s.get(node, 0.0) + seconds if seconds else 0.0
 

@@ -321,7 +321,7 @@ class Session:
         if not self._has_torn and self._newest_in_memory <= (0 if whole is None else whole.number):
             return {whole}
         # Memory that no load filled is new memory of the object, which was moved or sharded after its load.
-        # What failed half way stays in the memory that nothing has filled since.
+        # The contents of a load that failed half way stay in the memory that nothing has filled since.
         loads = self._loads_into(set(part.memory()))
         return {load if load is not None and load.is_torn else max(load, whole, key=_number_of) for load in loads}
 

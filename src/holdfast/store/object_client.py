@@ -189,7 +189,7 @@ def _signing(endpoint: str | None) -> dict[str, object]:
         config["unsigned_payload"] = True
     if is_amazon:
         config["checksum_algorithm"] = "CRC64NVME"
-    # What the user sets in the environment goes first.
+    # Variables that the user sets in the environment take precedence.
     return {name: value for name, value in config.items() if f"AWS_{name.upper()}" not in os.environ}
 
 

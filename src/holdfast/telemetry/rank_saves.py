@@ -72,7 +72,7 @@ class RankSave:
 
     @property
     def in_memory_at_s(self) -> float | None:
-        """When this rank's part lay whole in memory; None if it did not, or the save went to storage."""
+        """The time at which this rank's part lay whole in memory; None if it did not, or the save went to storage."""
         sealed = next((span for span in self.spans if span.phase == "seal"), None)
         if sealed is not None:
             return sealed.begun_s + sealed.seconds

@@ -86,7 +86,7 @@ class JobSave:
 
     @property
     def begun_s(self) -> float:
-        """When the first rank began."""
+        """The time at which the first rank began."""
         return min(each.begun_s for each in self.ranks)
 
     @property
@@ -96,7 +96,7 @@ class JobSave:
 
     @property
     def durable_at_s(self) -> float | None:
-        """When the checkpoint was durable, as the first rank saw it; None if it is not."""
+        """The time at which the checkpoint was durable, as the first rank saw it; None if it is not."""
         return min(
             (each.ended_s for each in self.ranks if each.ended_s is not None and each.outcome == "committed"),
             default=None,
@@ -109,7 +109,7 @@ class JobSave:
 
     @property
     def in_memory_at_s(self) -> float | None:
-        """When the parts of all ranks lay whole in memory; None if one of them did not."""
+        """The time at which the parts of all ranks lay whole in memory; None if one of them did not."""
         moments = [each.in_memory_at_s for each in self.ranks]
         known = [at_s for at_s in moments if at_s is not None]
         return max(known) if len(known) == len(moments) else None
@@ -228,7 +228,7 @@ def _ages(states: Iterable[tuple[float | None, float]]) -> list[RecoveryPoint]:
 
 
 def last_job_restored_s(restores: Iterable[RankRestore]) -> float:
-    """When a job last began to restore, in unix seconds; 0 if none did."""
+    """The time at which a job last began to restore, in unix seconds; 0 if none did."""
     return max((each.begun_s for each in restores if each.is_of_job), default=0.0)
 
 
