@@ -43,7 +43,7 @@ BENCHMARKS = (
 )
 NAMES = tuple(each.name for each in BENCHMARKS)
 FRONT, TABLE = "front", "table"
-#: What is published, below the root of the repository.
+#: The published files, below the root of the repository.
 README, TABLES = Path("README.md"), Path("docs/benchmarks.md")
 CHART, PLANNING = Path("docs/figures/speed.svg"), Path("docs/figures/planning.png")
 

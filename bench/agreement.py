@@ -102,7 +102,7 @@ class PlayedRank(GroupStore):
 
 
 class Words:
-    """What the ranks of one job say in a save, by a layout of FSDP."""
+    """The messages of the ranks of one job in a save, by a layout of FSDP."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -117,7 +117,7 @@ class Words:
         return MemoryStatus(before, True, oldest, (), is_later, reached=before, run_id=RUN_ID)
 
     def describe(self, step: int) -> Callable[[int], Described]:
-        """What each rank says of its state, which differs in the values of the rank alone."""
+        """Each rank's description of its state. Only the values of the rank alone differ from rank to rank."""
         mine = self.mine.describe(step % NUM_TURNS if self.plan_id else None, plan_id=self.plan_id, alone=False)
         like = msgspec.structs.replace(mine, layout=self.layout.digest, columns=b"", own_nbytes=5_000)
         return lambda rank: msgspec.structs.replace(like, own_paths=rank.to_bytes(16))

@@ -1,4 +1,4 @@
-"""What a benchmark is to the command line: options, parts, tables and bars; and the rules that judge its results."""
+"""A benchmark as the command line sees it: options, parts, tables and bars; and the rules that judge its results."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Bar(NamedTuple):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """How to measure. `scale` is the share of the full size of states, of durations, and of numbers of tensors, layers
-    and ranks; at 0 all are as small as they can be."""
+    """The options of a measurement. `scale` is the share of the full size of states, of durations, and of numbers of
+    tensors, layers and ranks; at 0 all are as small as they can be."""
 
     rounds: int | None = None
     scale: float = 1.0
@@ -62,8 +62,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Benchmark(NamedTuple):
-    """What the command line measures, shows and judges. Each of `parts` measures one scenario, `bars` are those of one
-    part of full size."""
+    """A benchmark that the command line measures, shows and judges. Each of `parts` measures one scenario, `bars` are
+    those of one part of full size."""
 
     name: str
     parts: Mapping[str, Callable[[Options], Part]]

@@ -32,7 +32,7 @@ from holdfast.run.removal import remove_checkpoint
 from holdfast.store.urls import location_of, open_store
 
 BUCKET, REGION = "bench", "us-east-1"
-#: What clients find the server by. No body is signed: a SHA-256 of it would take longer than all else.
+#: The variables by which clients find the server. No body is signed: a SHA-256 of it would take longer than all else.
 _ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "bench",
     "AWS_SECRET_ACCESS_KEY": "bench-secret",
@@ -105,8 +105,8 @@ class BucketPlaces(Way):
 
 
 class RawTransfer(NamedTuple):
-    """How raw transfers divide the bytes of a rank: into so many `objects`, each sent in parts of 16 MiB of which so
-    many are in flight; and how many threads read ranges of how many bytes."""
+    """A way of raw transfers: they divide the bytes of a rank into so many `objects`, and send each in parts of 16 MiB,
+    of which so many are in flight; and so many `readers` (threads) read ranges of so many bytes."""
 
     objects: int
     in_flight: int

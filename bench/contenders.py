@@ -351,7 +351,7 @@ LATER, OURS_SYNC, THREAD = HoldfastLater.name, HoldfastLive.name, DcpThread.name
 
 
 def why_absent(package: str) -> str:
-    """Why a contender cannot take part that needs `package`; nothing where it can."""
+    """The reason why a contender that needs `package` cannot take part; empty where it can."""
     return "" if not package or find_spec(package) else "it is not installed; `make bench` installs it"
 
 

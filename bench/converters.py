@@ -55,8 +55,8 @@ _WHOLE = "1000GB"
 
 
 class Converter(NamedTuple):
-    """What a contender does to the input `source`, and how what it writes is read. Where it is not durable by itself,
-    each file gets an fsync."""
+    """A contender's conversion of the input `source`, and the way to read its output. If it does not make
+    its files durable itself, each file gets an fsync."""
 
     convert: Callable[[Path, Path], object]
     read: Callable[[Path], ReadTensor]
@@ -74,7 +74,7 @@ class Converter(NamedTuple):
                         os.fsync(file.fileno())
 
 
-# What is converted
+# The inputs
 
 
 def write_inputs(folder: Path, recipe: HubLike, names: frozenset[str], *more: HubLike) -> list[str]:
@@ -116,7 +116,7 @@ def _nested(recipe: HubLike) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": slots}}
 
 
-# Who converts
+# The converters
 
 
 def _import(source: Path, target: Path) -> None:
@@ -150,7 +150,7 @@ def _from_dcp(source: Path, target: Path) -> None:
     dcp_to_torch_save(source, target / FILE)
 
 
-# What they wrote
+# The outputs
 
 
 def _of_plain(target: Path) -> ReadTensor:
@@ -232,7 +232,7 @@ class Conversion(NamedTuple):
 
     @property
     def absent(self) -> dict[str, str]:
-        """Why some contenders cannot take part."""
+        """The contenders that cannot take part, each with the reason."""
         reasons = {
             name: why_no_deepspeed() if each.package == DEEPSPEED else why_absent(each.package)
             for name, each in self.entrants.items()

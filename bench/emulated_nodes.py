@@ -30,7 +30,7 @@ from tests.support.nursery import Process
 ROUNDS: Final = 5
 LOST: Final = 2
 _TIMEOUT_S: Final = 300.0
-#: What is measured: protection that holds nothing back, and at the default pace, which takes the plain copies
+#: The three measures: protection that holds nothing back; protection at the default pace, which takes the plain copies
 #: in between for the traffic of training; and the restore.
 PROTECT, PACED, RESTORE = "protect", "protect at a pace", "restore"
 

@@ -22,7 +22,7 @@ NUM_LAYERS = 111
 
 
 class Measured(NamedTuple):
-    """What is measured in a part, with a state of `gib`."""
+    """The turns and contenders that a part measures, with a state of `gib`."""
 
     turns: type[Turns]
     registry: Registry

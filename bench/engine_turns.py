@@ -62,7 +62,7 @@ class Saves(Turns):
                 found["peak_extra_nbytes"] = watch.stop()
             yield saving, found
             if is_last:
-                # What a step changed meanwhile must not be in it.
+                # The save must not contain what a step changed meanwhile.
                 self.state.clear()
                 way.load(folder)
                 require_same(expected, self.state.digests(), name=name)

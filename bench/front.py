@@ -17,7 +17,7 @@ from bench.schema import OURS, Part, Result
 from bench.small import SAVES as SMALL_SAVES
 
 CONTENDERS = {OURS: "Holdfast", "dcp": "PyTorch DCP", "torch.save": "torch.save"}
-#: Who of the columns saves in the background.
+#: The contender that saves in the background, for each column that has one.
 _BACKGROUND = {OURS: OURS, "dcp": THREAD}
 _COLORS = ("#2f81f7", "#8b949e", "#c9ced6")
 _HEIGHT = 0.26
@@ -93,7 +93,7 @@ def render_chart(saves: Result, loads: Result) -> str:
             axes.barh(places, [share or 0 for share in found], 0.9 * _HEIGHT, color=_COLORS[number], label=label)
             for place, share in zip(places, found, strict=True):
                 words = "not possible" if share is None else f"{share:.2f}"
-                # Where it would lie on the line of the limit, it begins behind that.
+                # A text that would lie on the line of the limit begins behind it.
                 end = 1 if share is not None and 0.92 < share < 1 else share or 0
                 axes.text(end + 0.01, place, words, va="center")
         limit = axes.axvline(1, color="#1f2328", linestyle="--", linewidth=1)

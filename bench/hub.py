@@ -21,7 +21,7 @@ NUM_SHARDS = 4
 
 
 class HubLike(NamedTuple):
-    """How to make the state of `LlamaLike`, in rows, with the names that transformers has; or its model alone."""
+    """A recipe for the state of `LlamaLike`, in rows, with the names of transformers; or for its model alone."""
 
     min_nbytes: int
     model_only: bool = False
@@ -50,7 +50,7 @@ class HubLike(NamedTuple):
         return found
 
     def config(self) -> dict[str, Any]:
-        """What `LlamaConfig` gets."""
+        """The arguments for `LlamaConfig`."""
         return {
             "vocab_size": VOCABULARY,
             "hidden_size": self.width,

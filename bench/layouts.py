@@ -27,7 +27,7 @@ LAYER: dict[str, tuple[Shape, int]] = {
     "attention_norm": ((HIDDEN,), -1),
     "ffn_norm": ((HIDDEN,), -1),
 }
-#: What is kept per parameter: bf16 weight, fp32 master, two moments.
+#: The tensors of each parameter: bf16 weight, fp32 master, two moments.
 SLOTS = (
     ("model/{}", "bfloat16"),
     ("optimizer/state/model/{}/master", "float32"),
@@ -37,7 +37,7 @@ SLOTS = (
 
 
 class Sent(NamedTuple):
-    """What arrives at the coordinator."""
+    """The messages and the bodies of layouts that arrive at the coordinator."""
 
     messages: list[RankMessage]
     bodies: dict[bytes, bytes]
@@ -120,7 +120,7 @@ def _layouts(
 
 
 def _sent(layouts: list[tuple[list[TensorLayout], range]]) -> Sent:
-    """What ranks send that hold `layouts`; each range of ranks follows the one before."""
+    """The messages of ranks that hold `layouts`; each range of ranks follows the one before."""
     sent = Sent([], {})
     for tensors, ranks in layouts:
         layout = RankLayout.of(tensors, {})

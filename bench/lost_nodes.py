@@ -60,7 +60,7 @@ class SimulatedJob(NamedTuple):
         return [tuple(files) for files in found]
 
     def inventories(self, nodes: Sequence[tuple[HeldFile, ...]]) -> list[Inventory]:
-        """What each rank finds on its node, if the nodes hold these files."""
+        """The inventory that each rank takes of its node, if the nodes hold these files."""
         return [Inventory(f"node-{node}", nodes[node], False) for node in self.node_of]
 
     def choice(self, inventories: Sequence[Inventory]) -> Chosen:

@@ -66,7 +66,7 @@ def about(part: Part) -> str:
 
 
 def fastest(part: Part, *measures: str) -> str:
-    """Which way of the raw limit counts."""
+    """A sentence that names the fastest way of the raw limit for each measure: the shares count from that one."""
     ways = (f"{measure}, {part.raw_way(measure).removeprefix(RAW).strip()}" for measure in measures)
     return f"The fastest raw loops: {'; '.join(ways)}."
 

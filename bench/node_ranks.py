@@ -31,8 +31,8 @@ LAST_STEP: Final = 1000
 
 @dataclass(frozen=True)
 class NodeTask:
-    """What a rank does: the folder for results, the run, its number and that of all, the node that serves the store,
-    the bytes of its part, and the number of rounds."""
+    """The task of one rank: the folder for results, the run, the rank's number and the number of ranks, the node that
+    serves the store, the bytes of the rank's part, and the number of rounds."""
 
     results: Path
     run: Path

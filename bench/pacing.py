@@ -58,7 +58,7 @@ NODES: Final = {
 
 
 class PacedJob(msgspec.Struct, frozen=True):
-    """What the ranks of all nodes do: so many rounds, in each of which every contender takes `num_steps`."""
+    """The job of the ranks of all nodes: so many rounds, in each of which every contender takes `num_steps`."""
 
     folder: str
     address: str

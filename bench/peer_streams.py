@@ -58,7 +58,7 @@ class DigestingSink:
 
 
 class TargetMemory:
-    """What the receiver serves: the mapping that ranges are put into."""
+    """The mapping of the receiver, into which the sender puts ranges."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory

@@ -41,7 +41,7 @@ def measure_put(options: Options) -> Part:
 
 
 def compared(name: str, turn: Callable[[], dict[str, float]], target: Bytes, source: Bytes) -> dict[str, float]:
-    """What `turn` of contender `name` found. BenchError unless it has filled `target` with the bytes of `source`."""
+    """Take `turn` of contender `name`; BenchError unless it has filled `target` with the bytes of `source`."""
     target[:: mmap.PAGESIZE] ^= 0xFF
     found = turn()
     if not np.array_equal(target, source):

@@ -79,12 +79,12 @@ def _peak_nbytes() -> int:
 
 
 def manifest_of(sent: Sent) -> bytes:
-    """What the coordinator writes for what all ranks sent."""
+    """The manifest that the coordinator writes when all ranks have sent these messages."""
     return encode_plan(plan_save(sent.messages, sent.bodies), identity=IDENTITY, values=[RankValues(0, 1000, ("a",))])
 
 
 def changed_layout(files: Files) -> list[ReadRequest]:
-    """What one rank of FSDP over `NEW_WORLD` ranks holds of the tensors of a checkpoint."""
+    """The parts of the tensors of a checkpoint that one rank of FSDP over `NEW_WORLD` ranks holds."""
     spec = fsdp_layout(NEW_WORLD)[0].spec
     assert isinstance(spec, Placed)
     return [

@@ -24,15 +24,16 @@ BLOCK_NBYTES = 4096
 
 
 class RawWay(NamedTuple):
-    """How many threads make requests of how many bytes: straight between memory and the device, or through buffers of
-    that size, with a copy on the way. (Buffers that stay in the processor's cache can be faster than memory.)"""
+    """A way of raw I/O: so many threads make requests of so many bytes, straight between memory and the device, or
+    through buffers of that size, with a copy on the way. (Buffers that stay in the processor's cache can be faster than
+    memory.)"""
 
     threads: int
     request_nbytes: int
     copied: bool = False
 
 
-#: What is tried in every round.
+#: The ways that every round tries.
 RAW_WAYS = {
     "1 x 16 MiB": RawWay(1, 16 << 20),
     "2 x 16 MiB": RawWay(2, 16 << 20),

@@ -32,16 +32,16 @@ from bench.schema import RAW, WARM_UP, BenchError, Contender, Part, Sample, Scen
 from bench.state import Recipe
 from bench.ways import Site, Way
 
-#: What torchrun gives each of several ranks of a node.
+#: The number of threads that torchrun gives each of several ranks of a node.
 TORCH_THREADS = 1
 HOST = "127.0.0.1"
-#: How often messages are looked for.
+#: The pause between two looks for messages.
 _LOOK_S = 0.1
 
 R = TypeVar("R")
 
 
-#: What one rank found.
+#: The figures that one rank found.
 Found: TypeAlias = dict[str, float]
 
 
@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
     @property
     def absent(self) -> dict[str, str]:
-        """Why some contenders cannot take part."""
+        """The contenders that cannot take part, each with the reason."""
         reasons = {name: self.impossible.get(name) or why_absent(kind.package) for name, kind in self.registry.items()}
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -67,7 +67,7 @@ class Job(NamedTuple):
 
 
 class Turns:
-    """What one rank of a job does. All methods are collective."""
+    """The turns that one rank of a job takes. All methods are collective."""
 
     #: In each round, every entrant takes one turn for each of these.
     measures: tuple[str, ...] = ("",)
@@ -83,7 +83,7 @@ class Turns:
 
     @property
     def entrants(self) -> list[str]:
-        """Who takes a turn in each round: the raw limit in each of its ways, then the others."""
+        """The entrants that take a turn in each round: the raw limit in each of its ways, then the others."""
         able = self.job.able
         return [*(f"{RAW} {way}" for way in RAW_WAYS if RAW in able), *(name for name in able if name != RAW)]
 
@@ -111,8 +111,8 @@ class Turns:
             self.way(name).discard(folder)
 
     def observed(self, name: str, work: Callable[[], object]) -> Found:
-        """What `work` of entrant `name` takes. All ranks are here before and after, so that what others still do for it
-        counts, and what they do next does not."""
+        """Measure the time and bytes that `work` of entrant `name` takes. All ranks meet before and after it, so that
+        the figures include what others still do for it, and exclude what they do next."""
         used_s, read = self._cpu_s(name), read_nbytes()
         start_s = time.monotonic()
         work()
@@ -180,8 +180,8 @@ def run(job: Job, site: Site) -> Iterator[StateSize | Sample]:
 
 
 def messages(target: Callable[..., None], *arguments: Any, world: int) -> Iterator[Any]:
-    """What the ranks of a new group send that run `target` with `arguments` and a queue to send by, until all have
-    ended or sent None, which is not yielded; then they are killed. BenchError when one raises or dies before."""
+    """Yield what the ranks of a new group send. They run `target` with `arguments` and a queue to send by, until all
+    have ended or sent None, which is not yielded; then they are killed. BenchError when one raises or dies before."""
     queue = multiprocessing.get_context("spawn").SimpleQueue()
     # Here, where the kernel can choose the port before any rank starts.
     store = dist.TCPStore(HOST, 0, world, is_master=True, wait_for_workers=False)
@@ -248,7 +248,7 @@ def require_same(expected: Mapping[str, str], found: Mapping[str, str], *, name:
 
 
 def in_ranks(world: int, call: Callable[..., R], *arguments: Any) -> R:
-    """What `call` returns on rank 0 of so many new processes, in which nothing is warm."""
+    """Return what `call` returns on rank 0 of so many new processes, in which nothing is warm."""
     found: R
     (found,) = messages(send_result, call, arguments, world=world)
     return found
@@ -272,7 +272,7 @@ def in_turns(scenario: Scenario, takes: Mapping[str, Callable[[], Mapping[str, f
 
 @contextmanager
 def grown_run(state: Mapping[str, Any], length: int, options: Options) -> Iterator[Callable[[], Path]]:
-    """What to call for a copy, on the device, of a run that has so many checkpoints of `state`."""
+    """Yield a function that makes a copy, on the device, of a run that has so many checkpoints of `state`."""
     with scratch(options.memory) as memory, scratch(options.folder) as folder:
         for step in range(1, length + 1):
             holdfast.save(memory / "run", state, step)  # where no save waits for a disk

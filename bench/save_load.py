@@ -117,7 +117,7 @@ def io_tables(result: Result) -> Iterator[str]:
 
 IO = Benchmark("io", {"io": measure_io}, io_tables)
 
-#: How the state lies over so many ranks that save or load it.
+#: The layout of a state, and the number of ranks that save or load it.
 Side: TypeAlias = tuple[Layout, int]
 
 

@@ -61,7 +61,8 @@ class StateSize(msgspec.Struct, frozen=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured: `facts` are what is particular to one benchmark. Bars hold only for what `is_full`."""
+    """The setting of a measurement. `facts` are particular to one benchmark. Bars hold only for a scenario that
+    `is_full`."""
 
     name: str
     title: str = ""
@@ -73,14 +74,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Contender(msgspec.Struct, frozen=True):
-    """Who takes part, and what its figures include."""
+    """A library or a way of it that takes part, and what makes its saves durable, which its figures include."""
 
     name: str
     durable: str = "no"
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What was measured in one turn: each of `values` is one number of the whole job, or one of each rank.
+    """The measurements of one turn: each of `values` is one number of the whole job, or one of each rank.
 
     ``seconds`` are those of a rank, which all begin at once. ``cpu_s`` is user and system time of a rank and
     all that it started, ``peak_extra_nbytes`` the most memory that they had beyond that at the start. ``device_nbytes``
@@ -155,7 +156,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What one benchmark wrote."""
+    """The results of one benchmark, as its file holds them."""
 
     name: str
     parts: tuple[Part, ...]
@@ -186,7 +187,7 @@ def environment(folder: Path) -> Environment:
 
 
 def _output(*command: str | Path) -> str:
-    """What a command says; nothing where it fails."""
+    """Return what a command prints to its standard output."""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

@@ -28,12 +28,12 @@ NUM_LAYERS = 8
 VOCABULARY = 8192
 WIDTH_STEP = 64
 MOMENTS = ("exp_avg", "exp_avg_sq")
-#: What each rank holds of a small tensor.
+#: The shape of the rows of a small tensor that each rank holds.
 SMALL_LOCAL_SHAPE = (2, 16)
 #: Tensor-parallel ranks under "fsdp-tp", and the weights of which they hold columns rather than rows.
 TP = 2
 _BY_COLUMNS = ("attention.wo", "mlp.down")
-#: What a step changes: so little that its time hardly counts, and enough that a torn copy is seen.
+#: The tensors that a step changes: so few that its time hardly counts, and enough that a torn copy is seen.
 STEPPED = ("norm", "layers.0.attention_norm", "layers.0.attention.wq")
 #: The part of a tree that has no tensors.
 VALUES = "progress"
@@ -55,7 +55,7 @@ class State:
 
     @property
     def values(self) -> dict[str, int | float]:
-        """What is not a tensor, as a loop would change it."""
+        """The plain values of the state, which a loop can change."""
         return cast("dict[str, int | float]", self.tree.get(VALUES, {}))
 
     def is_sharded(self) -> bool:
@@ -88,7 +88,7 @@ class State:
 
 
 class LlamaLike(NamedTuple):
-    """How to make a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
+    """A recipe for a Llama-like training state of at least `min_nbytes` over all ranks, in `layout`."""
 
     min_nbytes: int
     layout: Layout = "rows"
@@ -109,7 +109,7 @@ class LlamaLike(NamedTuple):
 
 
 class ManySmall(NamedTuple):
-    """How to make `num_tensors` tensors of float32, of which each rank holds `SMALL_LOCAL_SHAPE`."""
+    """A recipe for `num_tensors` tensors of float32, of each of which a rank holds `SMALL_LOCAL_SHAPE`."""
 
     num_tensors: int
 
@@ -121,7 +121,7 @@ class ManySmall(NamedTuple):
 
 
 class Recipe(Protocol):
-    """How to make a state."""
+    """A recipe that makes a state."""
 
     def build(self, world: int) -> State:
         """This rank's part of it."""

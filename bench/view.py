@@ -84,7 +84,7 @@ def named(index: int) -> tuple[str, torch.Tensor]:
 
 
 class Library(NamedTuple):
-    """How a library saves tensors into a folder, and reads the one of a name there."""
+    """A library with its calls that save tensors into a folder, and read one of them by its name."""
 
     package: str
     save: Callable[[Path, dict[str, torch.Tensor]], object]

@@ -42,7 +42,7 @@ class Pending(NamedTuple):
 
 
 class Comparable(Protocol):
-    """What a load fills: emptied before it, and compared after it with what was saved."""
+    """The state that a load fills: a turn clears it before the load, and compares it with the saved one after it."""
 
     def clear(self) -> None: ...
 
@@ -51,7 +51,7 @@ class Comparable(Protocol):
 
 @dataclass
 class Site:
-    """What a rank saves, and where: a folder on the device, and one in memory."""
+    """The recipe of the state that a rank saves, and the places for it: a folder on the device, and one in memory."""
 
     recipe: Recipe
     folder: Path
@@ -72,12 +72,12 @@ class Site:
 
 
 class Way:
-    """What a contender does with a state. All methods are collective; each way has `load`, and `save` or `begin`, whose
-    first call sets up what it needs.
+    """A contender's way to save and load a state. All methods are collective; each way has `load`, and `save` or
+    `begin`, whose first call sets up what it needs.
     """
 
     name = ""
-    #: What makes its saves durable.
+    #: The step that makes its saves durable.
     durable = "no"
     #: The optional package that it needs.
     package = ""

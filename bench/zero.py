@@ -28,12 +28,12 @@ _CONFIG = {
     "zero_optimization": {"stage": 2, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET},
 }
 _SHARD = "model.safetensors"
-#: What the tool's command line has by default.
+#: The defaults of the tool's command line.
 _EXTRACTING, _MERGING = 4, 2
 
 
 def why_no_deepspeed() -> str:
-    """Why nothing of DeepSpeed can run here; nothing where it can."""
+    """The reason why nothing of DeepSpeed can run here; empty where it can."""
     return why_absent(DEEPSPEED) and "it is not installed here; `make test-deepspeed` installs it in `.venv-deepspeed`"
 
 
@@ -85,7 +85,7 @@ def ds_to_universal(source: Path, target: Path) -> None:
         tool.main(arguments)
 
 
-# What they wrote
+# The files that they wrote
 
 
 def weights_file(target: Path) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ _NUM_SAVES = 6
 _KILLED_SAVE, _KILLED_RANK = 4, 1
 #: Saves in the background for each one of the others: they hardly hold training up.
 _NUM_IN_BACKGROUND = 5
-#: How long the other rank waits for the killed one.
+#: The time that the other rank waits for the killed one.
 _PATIENCE_S = 10.0
 
 

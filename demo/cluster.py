@@ -24,8 +24,8 @@ from tests.support.nodes import MEMORY, Network, Node
 _WATCH_S: Final = 0.01
 _TIMEOUT_S, _END_TIMEOUT_S = 600.0, 60.0
 _RENDEZVOUS_PORT: Final = 29400
-#: How often a node sends again what the other end does not acknowledge, before a connection counts as broken: the ranks
-#: notice in a few seconds that a node is lost. The default, 15, takes a quarter of an hour.
+#: The number of times that a node sends again what the other end does not acknowledge, before a connection counts as
+#: broken: the ranks notice in a few seconds that a node is lost. The default, 15, takes a quarter of an hour.
 _TCP_RETRIES: Final = 4
 _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
@@ -53,7 +53,7 @@ class NodeMemory(NamedTuple):
     keepers: frozenset[tuple[str, int]]
 
     def of_step(self, step: int) -> list[Held]:
-        """What is held of one step."""
+        """The snapshots of one step that nodes hold."""
         return [each for each in self.held if each.step == step]
 
 

@@ -54,8 +54,8 @@ class Loss(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen of the job: the notes of the ranks on four nodes and on those that were left, the loss, the memory
-    at the end, and the traffic. `names` are those of the nodes, by address."""
+    """The observations of the job: the notes of the ranks on four nodes and on those that were left, the loss, the
+    memory at the end, and the traffic. `names` are those of the nodes, by address."""
 
     names: Mapping[str, str]
     before: Training
@@ -66,7 +66,7 @@ class Seen(NamedTuple):
 
     @property
     def restored(self) -> list[dict[str, Any]]:
-        """What each rank noted of the restore."""
+        """Each rank's note of the restore."""
         return self.after.each("restored")
 
     @property
@@ -158,7 +158,7 @@ def _moved_on_purpose(out: Path, *, step: int) -> tuple[Training, Training]:
 
 
 def _promises_of_the_job(seen: Seen) -> list[Promise]:
-    """What was promised of the loss and of the restore."""
+    """The promises about the loss and the restore."""
     loss, step, restored = seen.loss, seen.step, seen.restored
     held = loss.memory.of_step(step)
     own_nbytes = {each.rank: each.nbytes for each in held if not each.is_copy}
@@ -193,7 +193,7 @@ def _promises_of_the_job(seen: Seen) -> list[Promise]:
 
 
 def _promises_of_its_end(seen: Seen, first: Training, second: Training) -> list[Promise]:
-    """What was promised of the rest of the training, which is compared with one that was moved on purpose."""
+    """The promises about the rest of the training, which is compared with one that was moved on purpose."""
     step = seen.step
     anew = max((each.step for each in seen.memory.held if each.is_copy), default=-1)
     return [
@@ -234,7 +234,7 @@ def _copied_elsewhere(text: str, seen: Seen, held: Sequence[Held], num_ranks: in
 
 
 def _phases(seen: Seen) -> list[Phase]:
-    """Where the time went, from the loss to the end of the next step."""
+    """The phases from the loss to the end of the next step."""
     failed = [note["at"] for note in _all(seen.before, "failed")]
     joined, first_loss = seen.after.each("joined"), seen.after.each("loss", step=seen.step + 1)
     moments = {
@@ -254,8 +254,8 @@ def _phases(seen: Seen) -> list[Phase]:
 
 
 def _pictures(seen: Seen) -> list[Picture]:
-    """Who holds what, and who sent what to whom: when four nodes protect a snapshot, at the restore, and when those
-    that were left protect one."""
+    """Pictures of the parts that each node holds and the bytes that it sent to others: when four nodes protect a
+    snapshot, at the restore, and when those that were left protect one."""
     loss, step, names = seen.loss, seen.step, seen.names
     keepers = loss.memory.keepers | seen.memory.keepers
     # Messages of the job's store are no part of the state.

@@ -86,7 +86,7 @@ class Training:
         for node, status in enumerate(statuses):
             if status:
                 lines = self.log(node).read_text().splitlines()
-                # What the ranks printed, before torchrun's account of it.
+                # The lines that the ranks printed come before torchrun's account of the failure.
                 ranks = list(takewhile(lambda line: "torch/distributed/elastic" not in line, lines))
                 last = "\n".join((ranks or lines)[-15:])
                 raise DemoError(f"A training failed with status {status}, see {self.log(node)}:\n{last}")
@@ -126,7 +126,7 @@ class Training:
         return [of_rank[0] for of_rank in every]
 
     def log(self, node: int) -> Path:
-        """What torchrun and the ranks of `node` print."""
+        """The log of torchrun and the ranks of `node`."""
         return self.folder / f"node-{node}.log"
 
     def exit_status_of_rank(self, rank: int, pid: int) -> int:
@@ -137,7 +137,7 @@ class Training:
         raise DemoError(f"No torchrun told how rank {rank} (pid {pid}) ended, see the logs in {self.folder}")
 
     def error_of_rank(self, rank: int) -> str:
-        """What the training script printed when it ended with an error on `rank`; empty when it did not."""
+        """The error that the training script printed when it ended on `rank`; empty when it ended without one."""
         found = re.search(rf"^rank {rank}: (.*)$", self._printed(), re.MULTILINE)
         return found[1] if found else ""
 
@@ -145,7 +145,7 @@ class Training:
         return "\n".join(self.log(node).read_text() for node in range(self.nodes))
 
     def _command(self, node: int, port: int) -> list[str]:
-        """How to start the torchrun of `node`."""
+        """The command that starts the torchrun of `node`."""
         nodes = f"--nnodes={self.nodes} --node-rank={node} --nproc-per-node={self.world_size // self.nodes}"
         torchrun = f"{nodes} --master-addr={_HOST} --master-port={port} --module".split()
         return [sys.executable, "-m", "torch.distributed.run", *torchrun, *self._script()]
@@ -313,7 +313,7 @@ def keepers(node_dir: Path) -> list[psutil.Process]:
 
 
 class Look(NamedTuple):
-    """What lay in the slots at one moment: whether any rank was copying its part of a snapshot, and the newest step
+    """The content of the slots at one moment: whether any rank was copying its part of a snapshot, and the newest step
     that was copied, sealed, and known to be in storage, on all ranks (-1: none)."""
 
     is_copying: bool

@@ -13,7 +13,7 @@ Notes = Sequence[Mapping[str, Any]]
 
 
 class Promise(NamedTuple):
-    """What holdfast promises, whether it was kept here, and what was seen."""
+    """A promise of holdfast, whether it was kept here, and what was seen."""
 
     text: str
     kept: bool

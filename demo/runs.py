@@ -1,4 +1,4 @@
-"""Where the runs of the story lie: in the demo's folder, or in a bucket on an S3 server that the demo starts."""
+"""The place for the runs of the story: the demo's folder, or a bucket on an S3 server that the demo starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all demos do around their story: an empty folder for it, its promises as a table, and the exit status."""
+"""The frame of every demo's story: an empty folder for it, its promises as a table, and the exit status."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ class Witness:
 
 
 def notes(folder: Path, kind: str, *, rank: int = 0, **seen: object) -> list[dict[str, Any]]:
-    """What a rank of the training in `folder` has noted so far of this kind, and with these values."""
+    """The notes of this kind, and with these values, that a rank of the training in `folder` has made so far."""
     file = _file(folder, rank)
     text = file.read_text() if file.exists() else ""
-    # What follows the last newline is still being written.
+    # The rank is still writing the line that follows the last newline.
     every = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return [note for note in every if {"kind": kind, **seen}.items() <= note.items()]
 
