@@ -70,7 +70,7 @@ def watched() -> Iterator[Seen]:
         yield seen
 
 
-# What is compared.
+# The tensors that a save compares.
 
 
 def sharded(whole: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def test_a_part_that_differs_at_the_first_save_is_refused_with_its_ranks(
     assert not (tmp_path / "run").exists()
 
 
-# Which tensors of a plan that are.
+# The tensors of a plan that a save compares.
 
 HALVES = [Placed(Mesh((2,), ranks), (ShardPlacement(0),)) for ranks in ((0, 1), (2, 3))]
 LOW, HIGH = Pieces.ranges(FlatRange(0, 3)), Pieces.ranges(FlatRange(3, 8))
@@ -227,7 +227,7 @@ def test_what_is_undeclared_is_what_several_ranks_want_compared(world: World) ->
     assert plan.undeclared(np.zeros(len(world.layouts), np.int64)) == ()
 
 
-# What differs later.
+# Tensors that differ later.
 
 NUM_SAVES = 20
 

@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint can be had: the nearest copy is read, and readers know no tier."""
+"""The catalogue of copies of a checkpoint's files: a reader reads the nearest copy, and knows no tier."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_load_after_a_restore_counts_and_so_does_one_between_two_loops(run: st
 def test_a_load_that_does_not_say_what_the_loop_goes_on_from_is_followed_by_a_restore(
     run: str, caplog: pytest.LogCaptureFixture, what: str
 ) -> None:
-    """What failed in training and begins again in the same process may hold later steps than what was loaded."""
+    """A state whose training failed and begins again in the same process may be of a later step than the load."""
     train(run, training(), 7)
     start_new_job()
     state = training()
@@ -150,7 +150,7 @@ def ranks_that_load(run: str, *, alone: bool) -> list[int]:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_all_ranks_go_on_from_what_all_have_loaded(run: str, *, alone: bool) -> None:
-    """Where one rank had loaded alone, the other one trained with the weights that it had."""
+    """When one rank had loaded alone, the other one trained with the weights that it had."""
     for step in (4, 9):
         holdfast.save(run, {"w": torch.full((5,), float(step)), "other": torch.zeros(3)}, step)
     expected = [10, 11, 9] if alone else [5, 6, 7, 8, 9, 10, 11, 4]

@@ -1,4 +1,4 @@
-"""How often nodes try to rebuild a checkpoint, before an older one is used."""
+"""The number of times that nodes try to rebuild a checkpoint, before the job uses an older one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks refuse when they introduce the keepers of their nodes to each other."""
+"""The meeting in which ranks introduce the keepers of their nodes to each other, and the nodes that they refuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which slots a restore rebuilds from parity, and where."""
+"""The slots that a restore rebuilds from parity, and the nodes where it rebuilds them."""
 
 from __future__ import annotations
 

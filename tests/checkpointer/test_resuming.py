@@ -1,4 +1,4 @@
-"""Where a job goes on: at the head, at a chosen checkpoint, or, in a new run, with the checkpoint of another run."""
+"""A job goes on at the head, at a chosen checkpoint, or, in a new run, with the checkpoint of another run."""
 
 from __future__ import annotations
 

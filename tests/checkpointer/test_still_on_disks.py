@@ -29,7 +29,7 @@ def goes_down(node_dir: Path) -> None:
 
 
 def restored(run: str, node_dir: Path, disk: Path, keys: str) -> tuple[dict[str, torch.Tensor], int | None, str | None]:
-    """What a new job with these signing keys finds: the bits, the step, and the tier."""
+    """The findings of a new job with these signing keys: the bits, the step, and the tier."""
     start_new_job()
     job = Job(seed=9)
     job.train()

@@ -1,4 +1,4 @@
-"""What a loop is told about itself: random numbers that it forgets, steps that are not left, a forgotten restore."""
+"""Warnings and errors for a loop: random numbers that it forgets, steps that are not left, a forgotten restore."""
 
 from __future__ import annotations
 

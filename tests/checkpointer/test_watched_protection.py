@@ -1,4 +1,4 @@
-"""How a watched save learns whether other nodes protect it, when it has ended otherwise."""
+"""A watched save learns whether other nodes protect it, when it has ended otherwise."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.support.command_line import holdfast_command
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 GUIDE = GUIDES / "command_line.md"
 
-#: What is another in every run, and what stands for it.
+#: Patterns of text that is another in every run, and the text that stands for it.
 VARIABLE = (
     (r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "2026-11-21 20:00:00"),
     (r"in \d+\.\d\d s\b", "in 0.10 s"),

@@ -1,4 +1,4 @@
-"""How the parts of an operation share its time."""
+"""The deadline of an operation, whose parts share its time."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_the_bytes_of_a_rank_do_not_grow_with_the_world(requests: dict[int, list
     for found in requests.values():
         members = [rank for rank in range(len(found)) if rank % GROUP_SIZE]
         assert max(found[rank]["sent"] for rank in members) < 2 * (300 + 200)
-        # What a group's first rank forwards is little more than the payloads of its group.
+        # A group's first rank forwards little more than the payloads of its group.
         leaders = range(GROUP_SIZE, len(found), GROUP_SIZE)
         assert max(found[rank]["sent"] for rank in leaders) < 2 * (GROUP_SIZE * 310 + 300)
 

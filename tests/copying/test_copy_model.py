@@ -19,7 +19,7 @@ from holdfast.testing.memory_store import MemoryStore
 from tests.support.checkpoints import begin, save
 from tests.support.faulty_storage import FaultyStore
 
-#: What happens to a run: a save, a restart, a rollback, a late commit, a deletion; and where.
+#: The events of a run: a save, a restart, a rollback, a late commit, a deletion; and the place of each.
 EVENTS = st.tuples(
     st.sampled_from(["save", "save", "save", "restart", "rollback", "late", "remove"]), st.integers(0, 9)
 )

@@ -177,7 +177,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(16, 16, bias=bias)
 
 
-#: Where a class has the fused projection, and the output projection; and the rows of k.
+#: The names of the fused projection and the output projection in a class; and the rows of k.
 FUSED_AT = {
     "gpt2": ("transformer.h.{}.attn.c_attn", "transformer.h.{}.attn.c_proj", 16),
     "gpt_neox": ("gpt_neox.layers.{}.attention.query_key_value", "gpt_neox.layers.{}.attention.dense", 16),

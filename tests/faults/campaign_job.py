@@ -30,10 +30,10 @@ from tests.support.bound import bits
 from tests.support.interrupts import leaves_block
 
 SOURCES: Final = str(Path(holdfast.__file__).parent)
-#: How long there is between two calls of a copy, at most, and how large they are.
+#: The longest pause between two calls of a copy, and the bytes of each call.
 LONGEST_PAUSE_S: Final = 0.002
 CALL_NBYTES: Final = 1 << 10
-#: In how many saves an exception comes, and within which time.
+#: The share of saves in which an exception comes, and the time within which it comes.
 INTERRUPTED: Final = 0.25
 SOON_S: Final = 0.02
 #: Lines of the library that a save goes through, about.

@@ -50,10 +50,10 @@ _DATA = [
     *(f"data.{moment}" for moment in ("written", "linked", "durable")),
 ]
 _PUBLISHED = [*_record("manifest"), "after plan", *_DATA, "after write", *_record("seal"), *_record("commit")]
-#: What rank 0 passes in a save that opens an epoch and makes a plan, and what it passes in the first save of a run.
+#: The points that rank 0 passes in a save that opens an epoch and makes a plan, and those in the first save of a run.
 COORDINATOR: Final = ["after describe", *_record("epoch"), *_PUBLISHED, "after commit"]
 FIRST_COORDINATOR: Final = ["after describe", *_record("marker"), *COORDINATOR[1:]]
-#: What any other rank passes.
+#: The points that any other rank passes.
 OTHER: Final = ["after describe", "after plan", *_DATA, "after write", "after commit"]
 
 _KINDS = {"holdfast.json": "marker", "epochs": "epoch", "history": "commit"}

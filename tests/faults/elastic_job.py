@@ -22,7 +22,7 @@ _LOST_S = 3
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where agents meet, and how many."""
+    """The host where agents meet, and the limits of their number."""
 
     host: str
     min_nodes: int

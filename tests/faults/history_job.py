@@ -66,7 +66,7 @@ class Found:
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """How far a save has come: of each stage, whether it is done."""
+    """The progress of a save: of each stage, whether it is done."""
 
     place: str | None
     is_skipped: bool
@@ -208,7 +208,7 @@ class _Rank:
         return self.status(step)
 
     def status(self, step: int) -> SaveStatus:
-        """How far a save has come."""
+        """The progress of the save of a step."""
         handle = self._handles[step]
         return SaveStatus(
             None if handle.place is None else str(handle.place),

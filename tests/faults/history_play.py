@@ -80,7 +80,7 @@ class Play:
         #: The job and the step that each job went on from.
         self._parents: dict[int, tuple[int, int] | None] = {}
         self._keepers: list[Process] = []
-        #: What happened, for the message of a failure.
+        #: The events so far, for the message of a failure.
         self.told: list[str] = []
         self._begun_s = time.monotonic()
         self.counts: Counter[str] = Counter()
@@ -293,7 +293,7 @@ class Play:
         return run.newest_epoch() or 0, run.head_place()
 
     def _in_memory(self, nodes: Collection[Node]) -> list[InMemory]:
-        """What lies in the memory of these nodes, by checkpoint."""
+        """The content of the memory of these nodes, by checkpoint."""
         holdings: dict[str, dict[str, Holding]] = {}
         generations: dict[str, Generation] = {}
         given_up: set[str] = set()
@@ -364,7 +364,7 @@ class Play:
             saved.promise = self._promise(job)
 
     def _promise(self, job: RunningJob) -> Promise:
-        """Where the files of a protected checkpoint are, by the table that the keepers of the job have."""
+        """The nodes with the files of a protected checkpoint, by the table that the keepers of the job have."""
         lives = [self._life(node) for node in job.members]
         with self._memory_of(job.members[0]) as folder:
             table = noted_table(folder)
@@ -478,7 +478,7 @@ class Play:
 
 
 def _held_by(folder: NodeFolder, generations: dict[str, Generation]) -> Mapping[str, Holding]:
-    """What a node has in memory, by checkpoint. Adds to the known `generations`."""
+    """The content of the memory of one node, by checkpoint. Adds to the known `generations`."""
     own: dict[str, set[int]] = {}
     copies: dict[str, set[int]] = {}
     rows: dict[str, list[ParityRow]] = {}

@@ -146,8 +146,8 @@ def _draw_save(dice: random.Random) -> PlannedSave:
 
 @dataclass(frozen=True)
 class Promise:
-    """Where the files of a protected checkpoint are, by nodes: for each owner, the nodes with its copies; or the groups
-    that share parity, of which `losses` may be lost each."""
+    """The nodes with the files of a protected checkpoint: for each owner, the nodes with its copies; or the groups that
+    share parity, each of which may lose `losses` nodes."""
 
     copies: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     groups: tuple[tuple[int, ...], ...] = ()
@@ -176,8 +176,8 @@ class SavedState:
 
 
 class Reports:
-    """What the ranks of all jobs of a run were told. Nodes are known by numbers that are never used again; a node that
-    boots gets a new one."""
+    """All that the ranks of all jobs of a run were told. Nodes are known by numbers that are never used again; a node
+    that boots gets a new one."""
 
     def __init__(self) -> None:
         self.saved: dict[tuple[int, int], SavedState] = {}
@@ -237,7 +237,7 @@ class ParityRow:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a node has in memory of one checkpoint: files in its own slots, copies, and rows of parity."""
+    """The parts of one checkpoint in the memory of a node: files in its own slots, copies, and rows of parity."""
 
     own: frozenset[int] = frozenset()
     copies: frozenset[int] = frozenset()

@@ -297,7 +297,7 @@ class Remains:
                 folders.setdefault(folder, {})[name] = last.target
         contents: dict[int, bytes] = {}
         tree: Tree = {}
-        # What is in a folder whose own entry was lost is lost too: only what hangs on the root remains.
+        # A folder whose own entry was lost takes its content with it: only what hangs on the root remains.
         reached = ["."]
         while reached:
             folder = reached.pop()

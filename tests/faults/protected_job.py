@@ -82,8 +82,8 @@ def goes_on(
     deeds: tuple[Deed, ...] = (),
     meanwhile: Callable[[NodeJob], None] = lambda _: None,
 ) -> Restored:
-    """What another job on these nodes restores, bit for bit, that protects and saves again what it does then. Its
-    trainers do `deeds`, and the test does something `meanwhile` from its start on."""
+    """Return what another job on these nodes restores, bit for bit. It then goes on, and protects and saves its own
+    steps. Its trainers do `deeds`, and the test does something `meanwhile` from its start on."""
     stop = STEP + 4
     after = replace(spec, log=spec.log.with_name("next"), deeds=deeds, pauses={stop - 1: "protected"}, stop=stop)
     with node_job(replace(after, durable_every=1), nodes, launcher, clocks=clocks, armed=["trainer"]) as job:

@@ -21,7 +21,7 @@ from tests.faults.attacks.victim import Victim
 
 CASES = sorted(module.name for module in pkgutil.iter_modules(cases.__path__))
 SOURCES = sorted(Path(holdfast.__file__).parent.rglob("*.py"))
-#: What turns data into code.
+#: The names of modules and functions that turn data into code.
 FORBIDDEN = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "eval", "exec", "compile"}
 
 

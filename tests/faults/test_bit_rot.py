@@ -213,7 +213,7 @@ def draw(found: list[Region], rng: random.Random) -> Flip:
 
 
 def check_flip(run: Path, flip: Flip) -> None:
-    """Whatever the flip: the head and the damaged checkpoint load to the right bits, or the damaged file is named."""
+    """For any flip, the head and the damaged checkpoint load to the right bits, or an error names the damaged file."""
     kind, place, path, *_ = flip.region
     refusal = attempt(run, STEPS[HEAD])
     if place is not None and place != HEAD:

@@ -1,4 +1,4 @@
-"""What can go wrong around saves into memory, beside deaths: processes that stand still, full places, lost files."""
+"""Faults around saves into memory, beside deaths: processes that stand still, full places, lost files."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from tests.support.nursery import until
 WARM_UP: Final = 40
 FEW_SAVES: Final = 40
 MANY_SAVES: Final = 500
-#: What caches, allocators and lists of measurements may take.
+#: The bytes that caches, allocators and lists of measurements may take.
 SLACK_NBYTES: Final = 4 << 20
 
 

@@ -1,4 +1,4 @@
-"""What other jobs and other users do on one node: saves into memory go on, or are refused with the reason."""
+"""Other jobs and other users on one node: saves into memory go on beside them, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_slots_that_are_committed_after_another_job_has_taken_them_over_are_its_
 
 def test_room_that_was_agreed_on_does_not_go_before_it_is_used(spec: Spec, truth: Truth) -> None:
     leave_staged(spec)
-    # What another job staged is committed while this one is about to fill the slot that it is in.
+    # The keeper commits what another job staged while this job is about to fill the slot that it is in.
     late = Deed("keeper", "COMMITTED.asked", stalls=True)
     agreed = [Deed("trainer", "after describe", rank=rank, stalls=True) for rank in range(WORLD_SIZE)]
     following = replace(after(spec, stop=8), deeds=(late, *agreed), pauses={4: "staged"})

@@ -30,12 +30,12 @@ from tests.support.keepers import end_keepers
 NUM_KILLS: Final = 300
 KILLS_PER_RUN: Final = 25
 LONGEST_DELAY_S: Final = 0.5
-#: How far apart processes die that die together; and how soon a launcher ends those that are left.
+#: The longest time between the deaths of processes that die together; and the time until a launcher ends the others.
 LONGEST_GAP_S: Final = 0.02
 LAUNCHER_S: Final = 0.1
-#: How often a job is killed before it has saved anything.
+#: The share of jobs that are killed before they have saved anything.
 EARLY: Final = 0.2
-#: How often a node that has lost all its processes loses its memory, too.
+#: The share of nodes that lose their memory, too, of those that have lost all their processes.
 LOSS: Final = 0.2
 
 WHO: Final = ("one trainer", "all trainers", "the keepers", "everything")
@@ -50,7 +50,7 @@ class Sweep:
     dice: random.Random
     #: The last step of which a handle said that it is durable.
     durable: int = -1
-    #: What the next job must restore; -1 for nothing.
+    #: The step that the next job must restore; -1 for none.
     newest: int = -1
     kills: Counter[str] = field(default_factory=Counter)
     num_saved: int = 0

@@ -244,7 +244,7 @@ def save_next(run: str, *, dies: bool) -> None:
 
 
 def test_a_job_that_is_killed_in_every_save_saves_again_when_it_is_not(disk: Path, tmp_path: Path) -> None:
-    """What the killed saves had written stayed, and from the second one on the disk was full for good."""
+    """The files of the killed saves stayed, and from the second one on the disk was full for good."""
     run = str(disk / "run")
     holdfast.save(run, state_of(1), 1)
     for number in range(3):

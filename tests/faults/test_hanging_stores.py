@@ -29,7 +29,7 @@ from tests.support.ranks import run_ranks
 #: Of the saves that a store hangs in. The store is given up at nine tenths, and what is left must be enough for a rank
 #: on a busy machine to tell the others.
 TIMEOUT_S = 3.0
-#: How much later than that a busy machine may notice.
+#: The time after that within which a busy machine must notice it.
 SLACK_S = 8.0
 
 

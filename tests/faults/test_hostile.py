@@ -196,7 +196,7 @@ def confined() -> Iterator[Confined]:
 
 
 def fault(verdict: Verdict) -> str:
-    """What is wrong with a verdict; "" where nothing is."""
+    """The fault of a verdict; "" where it has none."""
     if verdict.outcome not in ("accepted", "refused") or len(verdict.text) >= 1500:
         return f"{verdict.outcome}: {verdict.text}"
     return "" if verdict.cpu_s < CPU_S else f"it took {verdict.cpu_s} s"

@@ -48,7 +48,7 @@ class Raiser:
         self._error = error
         self._stride = stride
         self._met: set[Line] = set()
-        #: Where it raised last; None if it has not since it was armed.
+        #: The line at which it raised last; None if it has not since it was armed.
         self.at: str | None = None
         self._is_armed = False
 

@@ -143,7 +143,7 @@ def test_a_rank_killed_in_a_save_leaves_a_head_that_a_new_job_goes_on_from(
     assert isinstance(alive, DeadlineError)
     assert alive.absent == (point.rank,)
     assert f"rank {point.rank}" in alive.message
-    # What is durable in full is committed by whoever is left; nothing else becomes visible.
+    # The ranks that are left commit a step that is durable in full; nothing else becomes visible.
     assert ("Step 2 was committed all the same" in alive.message) == point.committed
     seed = 2 if point.committed else 1
     check_head(run, seed)

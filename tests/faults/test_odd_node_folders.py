@@ -1,4 +1,4 @@
-"""Whatever lies in the folder of a run in a node's memory: it may cost a snapshot, and never the ability to save."""
+"""Odd content of a run's folder in a node's memory: it may cost a snapshot, and never the ability to save."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def left(kept: Path) -> Iterator[Left]:
-    """What a killed job has left: a copy for each test, in the place of the originals, whose path is in their bytes."""
+    """The remains of a killed job: a copy for each test, in the place of the originals, whose bytes name that path."""
     start_new_job()
     now = Path(shutil.copytree(kept, kept.with_name("now")))
     yield Left(str(now / "run"), now / "node")

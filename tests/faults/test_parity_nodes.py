@@ -208,6 +208,6 @@ def test_flipped_bits_on_a_survivor_are_found_and_another_way_used(
 
 
 def rejected(tmp_path: Path) -> list[str]:
-    """Why the second job did not take what it found nearer or newer."""
+    """The reasons why the second job did not take what it found nearer or newer."""
     (told,) = Log(tmp_path / "next").told("rank-0", "restored")
     return list(told["rejected"])

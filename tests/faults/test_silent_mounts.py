@@ -15,7 +15,7 @@ from tests.faults.silent_mount import can_fall_silent, silent
 from tests.support.models import start_new_job
 
 TIMEOUT_S = 3.0
-#: How much later than that a busy machine may notice.
+#: The time after that within which a busy machine must notice it.
 SLACK_S = 6.0
 
 

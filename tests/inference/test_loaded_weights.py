@@ -127,7 +127,7 @@ def test_a_copy_of_a_stand_in_lies_in_memory_as_that_of_a_weight_does() -> None:
 
 
 class Writes:
-    """What loaders do to a model besides copying weights into it. None may reach a model that serves."""
+    """Writes of loaders to a model that do not copy a weight into it. None may reach a model that serves."""
 
     def add(self, model: nn.Linear, weight: torch.Tensor) -> None:
         model.weight.add_(1)
@@ -245,7 +245,7 @@ def after(steps: Sequence[Step], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_chain(shape: tuple[int, ...], steps: Sequence[Step]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `steps` make of a weight of `shape` when they run on it, and by way of a staged version."""
+    """The results of `steps` on a weight of `shape`, when they run on it, and by way of a staged version."""
     whole = torch.arange(1.0, prod(shape) + 1).mul(1.7).reshape(shape)
     expected = after(steps, whole)
     made = torch.zeros(expected.shape)

@@ -63,7 +63,7 @@ class Engines:
         self.ports = [int(found(home / f"{number}.port")) for number in range(len(WORKERS))]
 
     def shown(self) -> list[str]:
-        """What each worker shows: the count of versions, and those whose bits its model has."""
+        """The answer of each worker: the count of versions, and those whose bits its model has."""
         for number in range(len(WORKERS)):
             (self.home / f"{number}.ask").touch()
         return [found(self.home / f"{number}.shown") for number in range(len(WORKERS))]

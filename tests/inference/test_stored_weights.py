@@ -30,7 +30,7 @@ class _Interrupted(InferenceWorker):
 
 
 def published(weights: StoredWeights, between: Callable[[], object]) -> list[list[float]]:
-    """What two workers show of `weights`, of which the second one begins to read after `between`."""
+    """The weights of two workers after they have read `weights`. The second one begins to read after `between`."""
     models = [Plain(), Plain()]
     workers = [_Interrupted(each, index=at, before=between if at else None) for at, each in enumerate(models)]
     Publisher(weights, [ThreadedClient([*workers])], [2], host="127.0.0.1", timeout_s=30.0).publish()

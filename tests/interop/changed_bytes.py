@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import holdfast
 
-#: What may come of foreign files with changed bytes.
+#: The outcomes that a read of foreign files with changed bytes may have.
 SOUND = frozenset({"read", "corrupt", "incompatible", "not_found"})
 
 

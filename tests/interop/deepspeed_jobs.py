@@ -238,7 +238,7 @@ def refused(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def complete(engine: Any, universal: Path) -> None:
-    """What the guide adds to the load of a universal folder."""
+    """Run the code that the guide adds to the load of a universal folder."""
     page = (Path(__file__).parents[2] / "docs/guides/deepspeed.md").read_text()
     (added,) = (part for part in page.split("```") if part.startswith("py\n# after engine.load_checkpoint"))
     exec(added.removeprefix("py\n"), {"engine": engine, "folder": universal, "torch": torch})

@@ -32,7 +32,7 @@ def gradient(weight: torch.Tensor, step: int) -> torch.Tensor:
 
 
 def state_after_a_step(key: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """What AdamW has after one step with the gradient of the first step."""
+    """The moments of AdamW after one step with the gradient of the first step."""
     weight = named_weight(key, shape).bfloat16()
     master = weight.float().requires_grad_()
     optimizer = torch.optim.AdamW([master], lr=0.01)

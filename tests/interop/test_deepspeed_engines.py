@@ -29,7 +29,7 @@ CASES = [
     *("zero0", "zero0-bf16", "zero0-fp16", "zero1", "zero1-fp32", "zero1-aligned", "zero2", "zero2-round-robin"),
     *("zero3", "zero3-fp16", "bf16-optimizer", "zero1-offload", "zero2-offload", "zero3-offload"),
 ]
-#: What is saved, and what it is loaded into on other ranks: each stage into each other.
+#: The engine that is saved, and the one that loads it on other ranks: each stage into each other.
 CROSSED = [
     *("zero1:zero1", "zero1:zero2", "zero1:zero3", "zero2:zero2", "zero2:zero1", "zero2:zero3"),
     *("zero3:zero3", "zero3:zero1", "zero3:zero2", "zero3:bf16-optimizer", "bf16-optimizer:zero3"),

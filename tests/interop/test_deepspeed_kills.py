@@ -25,7 +25,8 @@ pytestmark = [pytest.mark.deepspeed, pytest.mark.timeout(300)]
 JOBS = "tests.interop.killed_engines"
 #: The steps of the second and the third save of the job that dies.
 SECOND, THIRD = 6, 9
-#: What dies, and what goes on: the case and its number of ranks. The second pair has dynamic loss scalers.
+#: The job that dies, and the one that goes on: the case and its number of ranks. The second pair has dynamic loss
+#: scalers.
 PAIRS = [(("zero3", 4), ("zero1", 2)), (("zero2-round-robin", 2), ("zero3-fp16", 3))]
 
 

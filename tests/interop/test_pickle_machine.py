@@ -155,7 +155,7 @@ def test_a_pickle_that_doubles_itself_costs_no_time_or_memory() -> None:
 
 
 def outcome(data: bytes) -> str:
-    """What comes of the bytes of a pickle of an archive."""
+    """The outcome of reading these bytes as a pickle of an archive."""
     try:
         unpickled(data, ARCHIVE_GLOBALS, persistent=lambda identity: PickledObject("storage", (identity,)))
     except PickleError:

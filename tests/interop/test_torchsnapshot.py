@@ -185,7 +185,7 @@ def test_shards_of_ranks_become_rows_and_columns_of_another_number_of_ranks(
 
 
 def load_own(folder: str) -> tuple[int, list[float]]:
-    """What this rank had for itself."""
+    """Return the values that this rank had for itself."""
     live: dict[str, dict[str, Any]] = {"extra": {"rank": holdfast.PerRank(-1), "own": holdfast.PerRank(torch.zeros(3))}}
     holdfast.load(folder, live, select=["extra/rank", "extra/own"], timeout_s=40)
     return live["extra"]["rank"].value, live["extra"]["own"].value.tolist()

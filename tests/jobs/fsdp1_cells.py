@@ -102,7 +102,8 @@ def _wrapped(net: TiedNet, wrapping: Wrapping) -> nn.Module:
     return FullyShardedDataParallel(net, ignored_modules=[net.scale] if wrapping.ignores else None, **options)
 
 
-#: What torch has on accelerators alone, and FSDP1 calls to offload parameters: pinned memory, and waits for a stream.
+#: Stand-ins for the calls that FSDP1 makes to offload parameters, and that torch has on accelerators alone: pinned
+#: memory, and waits for a stream.
 STAND_INS: dict[tuple[type, str], Any] = {
     (torch.Tensor, "pin_memory"): lambda tensor: tensor.clone(),
     (torch.cpu.Stream, "synchronize"): lambda _: None,

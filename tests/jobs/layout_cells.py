@@ -125,7 +125,7 @@ def build(cell: Cell, seed: int, *, stepped: bool = True) -> Job:
     ]
     optimizer = AdamW(groups, lr=0.25 + seed, betas=(0.5, 1 - 2.0 ** -(3 + seed % 8)))
     if stepped:
-        # What AdamW makes at its first step. Real steps on DTensors of many meshes and shapes take torch seconds.
+        # AdamW makes these slots at its first step. Real steps on DTensors of many meshes and shapes take seconds.
         for parameter in parameters:
             zeros = (torch.zeros_like(parameter), torch.zeros_like(parameter))
             optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": zeros[0], "exp_avg_sq": zeros[1]}

@@ -144,8 +144,8 @@ _OF_EXPERTS = f"{_THEIRS}.mlp.experts.experts"
 
 
 def _feed_forward(*, experts: bool) -> tuple[list[tuple[str, str]], Sequence[str], str, int]:
-    """What differs between dense layers and those of experts: names that are alike, the two tensors that Megatron
-    fuses, its name for the result, and the axis."""
+    """The parts of the rules that differ between dense layers and those of experts: names that are alike, the two
+    tensors that Megatron fuses, its name for the result, and the axis."""
     if not experts:
         down = (f"{_LAYER}.mlp.down.weight", f"{_THEIRS}.mlp.linear_fc2.weight")
         return [*_ALIKE, down], _GATED, f"{_THEIRS}.mlp.linear_fc1.weight", 0

@@ -35,7 +35,7 @@ class MatrixJob(Protocol):
     """A job of one framework."""
 
     state: dict[str, Any]
-    #: What a load may cast: the low-precision weights beside master weights.
+    #: The tensors that a load may cast: the low-precision weights beside master weights.
     cast: str | None
 
     def train(self, steps: int, *, first: int) -> float: ...
@@ -117,7 +117,7 @@ def stock(folder: Path, source: str, target: str) -> dict[str, Any]:
 
 
 def went_on(folder: Path, source: str, job: MatrixJob) -> dict[str, Any]:
-    """What a job holds, beside what was saved, before a step and after it."""
+    """Compare what a job holds with what was saved, take a step, and return the findings before and after it."""
     expected = torch.load(folder / source / "expected.pt", weights_only=True)
     found = job.whole()
     result: dict[str, Any] = {

@@ -180,7 +180,7 @@ Placed = tuple[str, Any, tuple[int, ...], torch.Tensor]
 
 
 def _placed(job: Job, local: dict[int, torch.Tensor]) -> Iterator[Placed]:
-    """Where Megatron places the values of local parameters in whole tensors: key, index, shape, values."""
+    """The places that Megatron gives the values of local parameters in whole tensors: key, index, shape, values."""
     for chunk in job.chunks:
         tree = chunk.module.sharded_state_dict()
         owners = {parameter.data_ptr(): parameter for parameter in chunk.parameters()}

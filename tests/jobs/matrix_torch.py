@@ -100,7 +100,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """What FSDP1 gathers as weights, with each slot copied into its parameter for that moment."""
+    """The tensors that FSDP1 gathers as weights, with each slot copied into its parameter for that moment."""
     kept = {parameter: parameter.detach().clone() for parameter in optimizer.state}
     for slot in SLOTS:
         for parameter, slots in optimizer.state.items():

@@ -15,7 +15,7 @@ from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.support.ranks import run_processes, run_ranks
 
-# Who owns the run.
+# The owner of the run.
 
 
 def takeover(index: int, run: str, step: int) -> tuple[Told, str]:

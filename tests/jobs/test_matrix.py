@@ -58,7 +58,7 @@ def computes_in_fp32(case: str) -> bool:
 
 
 def faults(source: str, target: str, found: dict[str, Any]) -> dict[str, Any]:
-    """What is not as it must be after a load and a step; empty if all is well."""
+    """The findings after a load and a step that are not as they must be; empty if all is well."""
     expected = {
         "compared": num_tensors(source),
         "alone": [],

@@ -298,7 +298,7 @@ def test_the_ranks_of_torchrun_meet_across_nodes(network: Network, tmp_path: Pat
 
 
 def emulate(folder: Path) -> None:
-    """What a test that is killed in the middle leaves."""
+    """Start nodes and processes, and leave them as a test does that is killed in the middle."""
     network = Network(folder / "network")
     nodes = network.start(2)
     for node in nodes:

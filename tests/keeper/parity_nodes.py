@@ -146,7 +146,7 @@ class ParityNodes:
             note_table(self.folders[number], table)
 
     def address(self, number: int) -> str:
-        """Where the keeper of a node listens."""
+        """The address where the keeper of a node listens."""
         port = noted_port(self.folders[number])
         assert port is not None
         return f"127.0.0.1:{port.port}"

@@ -1,4 +1,4 @@
-"""What keepers tell each other about protection, where one of them cannot be reached or cannot be protected."""
+"""The messages of keepers about protection, where one of them cannot be reached or cannot be protected."""
 
 from __future__ import annotations
 

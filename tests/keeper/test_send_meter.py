@@ -1,4 +1,4 @@
-"""How fast a node sends copies."""
+"""The measured speed at which a node sends copies."""
 
 from __future__ import annotations
 

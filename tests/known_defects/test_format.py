@@ -34,7 +34,7 @@ def read_all(run: Path) -> None:
 
 
 def test_a_pickle_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
-    """Whoever can write one file of a checkpoint runs code on every rank that loads it.
+    """A person who can write one file of a checkpoint runs code on every rank that loads it.
 
     Seen in: PyTorch DCP 2.13 (``.metadata``), pytorch/pytorch#189308; torchft, nvidia-resiliency-ext, DeepSpeed.
     """

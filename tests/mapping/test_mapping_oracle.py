@@ -24,7 +24,7 @@ from holdfast.mapping.parts import StoredTensor
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
-#: What memory holds before a load: padding that is to be kept still holds it afterwards.
+#: The content of memory before a load: padding that is to be kept still holds it afterwards.
 BEFORE = -1
 
 

@@ -221,7 +221,7 @@ def test_a_keeper_starts_where_memory_is_full_of_slots_that_it_is_to_write_to_th
         write_protocol(folder)
 
 
-# What the dead leave behind.
+# Remains of dead processes.
 
 
 def test_a_slot_whose_trainer_was_killed_while_it_copied_is_free_and_generation_files_go(
@@ -300,7 +300,7 @@ def test_a_slot_that_somebody_fills_is_not_removed_and_a_removed_one_is_not_fill
     assert slot_names(folder) == []
 
 
-# When the last file comes.
+# The arrival of the last file.
 
 
 def test_a_file_that_is_staged_after_a_commit_was_tried_is_committed_at_once(
@@ -349,7 +349,7 @@ def test_a_slot_that_is_given_up_and_filled_anew_is_not_taken_for_what_it_held(
     assert_loads(run, saved)
 
 
-# Who gives way.
+# Memory that gives way to the next run.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What other nodes protect shows in records, measures, the page, the trace and the screen, and why they do not."""
+"""Protection by other nodes, and reasons for its absence, in records, measures, the page, the trace and the screen."""
 
 from __future__ import annotations
 

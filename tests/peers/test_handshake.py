@@ -1,4 +1,5 @@
-"""Who may talk to a keeper: peers of the same job and version. Everybody else learns nothing, and holds nothing up."""
+"""The handshake with a keeper: only peers of the same job and version may talk to it. Everybody else learns nothing,
+and holds nothing up."""
 
 from __future__ import annotations
 

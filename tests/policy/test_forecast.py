@@ -1,4 +1,4 @@
-"""How many more checkpoints fit, with the deletions of a policy and without."""
+"""Forecasts of the number of checkpoints that still fit, with the deletions of a policy and without."""
 
 from __future__ import annotations
 

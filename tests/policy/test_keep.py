@@ -1,4 +1,4 @@
-"""How much to keep: a union keeps what one of its parts wants, and no policy can delete what must stay."""
+"""Policies of retention: a union keeps what one of its parts wants, and no policy can delete what must stay."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from holdfast.goodput.failures import learned_mttf_s
 from holdfast.policy.pace import PROFILED_S, Pace, SaveCost, SaveMeter
 
 HOUR_S = 3600.0
-#: How often a simulated job fails.
+#: The number of failures of a simulated job.
 NUM_FAILURES = 500
 
 
@@ -248,7 +248,7 @@ def test_the_interval_keeps_to_its_limits(
 def test_ended_jobs_correct_what_was_expected() -> None:
     assert learned_mttf_s(10 * HOUR_S, num_failures=0, observed_s=0.0) == 10 * HOUR_S
     assert learned_mttf_s(10 * HOUR_S, num_failures=0, observed_s=90 * HOUR_S) == 100 * HOUR_S
-    # Whatever was expected, many failures tell the truth.
+    # Many failures tell the truth, whatever was expected.
     for expected_s in (1 * HOUR_S, 100 * HOUR_S):
         learned_s = learned_mttf_s(expected_s, num_failures=99, observed_s=500 * HOUR_S)
         assert learned_s == pytest.approx(5 * HOUR_S, rel=0.25)

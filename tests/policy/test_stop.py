@@ -1,4 +1,4 @@
-"""When failed saves end training: a pure choice."""
+"""The limits at which failed saves end training: a pure choice."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tests.support.ranks import run_ranks
 HOLD = "import sys, time; own = bytearray(b'x') * (64 << 20); print(len(own), flush=True); time.sleep(60)"
 
 
-# What is saved
+# The saved state
 
 
 def live_state() -> dict[str, object]:
@@ -68,7 +68,7 @@ def test_work_takes_its_time() -> None:
     assert time.perf_counter() - start_s >= 0.05
 
 
-# What it costs
+# Its costs
 
 
 def test_the_processes_of_a_rank_are_it_and_all_that_descend_from_it() -> None:
@@ -130,7 +130,7 @@ def test_keepers_are_found_by_their_lock_and_end_with_the_memory_of_their_node(t
     assert not node.exists()
 
 
-# Who takes part
+# The contenders
 
 
 def test_of_a_run_the_head_is_kept_and_of_others_nothing(tmp_path: Path) -> None:

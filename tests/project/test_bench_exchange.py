@@ -24,13 +24,13 @@ SMALLEST = HubLike(1)
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one process writes of the smallest model."""
+    """The inputs that one process writes for the smallest model."""
     folder = tmp_path_factory.mktemp("inputs")
     assert write_inputs(folder, SMALLEST._replace(model_only=True), frozenset({HUB})) == [HUB, PLAIN]
     return folder
 
 
-# What is converted
+# The inputs
 
 
 def test_a_folder_has_the_model_alone_in_several_files(inputs: Path) -> None:

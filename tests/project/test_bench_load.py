@@ -20,7 +20,7 @@ from tests.project.bench_results import NBYTES, SECONDS, load_part, load_result
 TORCH_ONLY = ("torch.save", "dcp", "holdfast")
 
 
-# What is loaded
+# The loaded state
 
 
 def test_what_a_tensor_holds_follows_from_its_path_alone() -> None:
@@ -42,7 +42,7 @@ def test_of_replicas_every_weight_is_at_least_8_mib() -> None:
     assert min(4 * shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2) >= 8 << 20
 
 
-# Who takes part
+# The contenders
 
 
 def test_scenarios_are_chosen_by_name_and_an_unknown_one_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 #: A row of the tables at the end of the page. The first part is the code.
 ROW = re.compile(r"^\| `([a-z_.]+)` \| (.+) \| (.+) \|$", re.MULTILINE)
-#: What codes of errors and findings begin with. A code of another kind needs a table of its own in the page.
+#: The beginnings of codes of errors and findings. A code of another kind needs a table of its own in the page.
 KINDS = (
     "config|state|not_found|incompatible|corrupt|storage|timeout|fenced|"
     "commit|epoch|extra|folder|leftover|marker|record|unknown"

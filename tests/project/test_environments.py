@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: What `tests/conftest.py` and the settings of pytest in `pyproject.toml` need, in every environment.
+#: The packages that `tests/conftest.py` and the settings of pytest in `pyproject.toml` need, in every environment.
 NEEDED = {"hypothesis", "pytest", "pytest-timeout"}
 #: The environments that the Makefile runs pytest of.
 APART = re.findall(r"^\t\.venv-(\w+)/bin/pytest ", (ROOT / "Makefile").read_text(), re.MULTILINE)

@@ -21,8 +21,8 @@ from tests.project.torchrun import run_torchrun
 from tests.support.models import start_new_job
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrating.md"
-#: What the pieces for Lightning find: a model that prints the samples of each step, and that rank 1 of 2 gets a SIGTERM
-#: in the step that the script names.
+#: The surroundings of the pieces for Lightning: a model that prints the samples of each step, and a SIGTERM for rank 1
+#: of 2 in the step that the script names.
 LIGHTNING = """
 import os, signal, sys, time, lightning, torch
 from lightning.pytorch.callbacks import ModelCheckpoint

@@ -60,7 +60,7 @@ class ParityCluster:
         return found
 
     def own(self, chain: RebuildChain, hop: Hop) -> Bytes:
-        """What a node of a chain adds, before the product."""
+        """The bytes that a node of a chain adds, before the product."""
         if hop.row >= self.striping.num_data:
             return self.parity[chain.stripe, hop.row][chain.start : chain.start + hop.nbytes]
         return self._joined(hop.parts, hop.nbytes)
@@ -87,7 +87,7 @@ class ParityCluster:
         return found
 
     def rebuilt(self, lost: Iterable[str], wanted: Iterable[LostRange]) -> dict[FileRange, Bytes]:
-        """What the receivers get."""
+        """The rebuilt bytes that the receivers get, by file and range."""
         found = {}
         for chain in rebuild_chains(self.striping, list(lost), wanted):
             row = self.along(chain)

@@ -1,4 +1,4 @@
-"""What protection costs in memory and network."""
+"""The costs of protection in memory and network."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ def test_a_script_whose_attempt_saved_nothing_is_told_so(script: Path, monkeypat
 
 
 def pasted(text: str) -> Done:
-    """What the command does that a line of `text` prints, or an advice in it names."""
+    """Run the command that a line of `text` prints, or an advice in it names."""
     (line,) = re.findall(r"holdfast prove .*?(?=\. Its output|\n|$)", text)
     return holdfast_command(*shlex.split(line)[1:])
 

@@ -377,7 +377,7 @@ def test_nothing_of_a_state_is_kept_alive_by_what_is_remembered() -> None:
     assert gone() is None
 
 
-# What does not fit
+# States that do not fit
 
 
 def told(source: dict[str, object], target: dict[str, object], **options: Any) -> HoldfastError:

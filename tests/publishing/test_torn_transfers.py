@@ -1,4 +1,4 @@
-"""What a transfer or a load that failed half way has filled is not saved before something fills it whole."""
+"""A state that a transfer or a load filled in part before it failed is not saved until something fills it whole."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def lost_files(tiers: Sequence[Tier], *, least: int = 0) -> st.SearchStrategy[li
 
 
 def busy_s(files: Sequence[LostFile], nodes: Sequence[str], rates: Rates) -> Counter[str]:
-    """How long each node sends files to others, if the files are read on these nodes."""
+    """The seconds that each node sends files to others, if the files are read on these nodes."""
     busy: Counter[str] = Counter()
     for file, node in zip(files, nodes, strict=True):
         busy[node] += rates.seconds(file.nbytes, file.holders[node])  # type: ignore[assignment]  # seconds, not counts

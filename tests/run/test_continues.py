@@ -325,7 +325,7 @@ def test_what_a_load_leaves_behind_does_not_grow_with_the_number_of_tensors(tmp_
 
 
 def test_an_interpreter_that_ends_after_a_load_of_tensors_says_nothing(tmp_path: Path) -> None:
-    # What the job remembers of the load is freed when the module that frees it has no names any more.
+    # The interpreter frees what the job remembers of the load after the names of the module that frees it are gone.
     script = (
         "import sys, torch, holdfast\n"
         "class Extra(torch.nn.Module):\n"

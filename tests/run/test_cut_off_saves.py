@@ -1,4 +1,4 @@
-"""What a killed job leaves of a save: parts that can never become a checkpoint go, and all else stays."""
+"""The remains of a killed job's save: parts that can never become a checkpoint go, and all else stays."""
 
 from __future__ import annotations
 

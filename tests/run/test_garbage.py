@@ -82,7 +82,7 @@ def collected(run: Run, *, grace_s: float = GRACE_S) -> CollectionOutcome:
 
 
 def kinds(run: Run) -> tuple[dict[str, str], dict[str, str]]:
-    """What a plan deletes and what it keeps: the kind of each by the last part of its path."""
+    """The garbage that a plan deletes, and the rest that it keeps: the kind of each by the last part of its path."""
     plan = plan_collection(run)
     garbage, kept = ({each.path.rpartition("/")[2]: each.kind for each in rows} for rows in (plan.garbage, plan.kept))
     return garbage, kept
@@ -279,7 +279,7 @@ def test_files_that_only_a_cut_off_save_needs_go_with_its_parts_in_one_call() ->
     assert needed_folders(run) == frozenset()
 
 
-# What others do meanwhile.
+# Processes that work on the run meanwhile.
 
 
 def test_a_fenced_rank_that_finishes_its_save_meanwhile_commits_a_whole_checkpoint_or_is_told() -> None:

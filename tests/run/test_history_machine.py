@@ -46,7 +46,7 @@ from holdfast.testing.memory_store import MemoryStore
 from tests.support.checkpoints import check, names, publish_manifest, write_data
 from tests.support.faulty_storage import FaultyStore
 
-#: How far an activity goes before it is left alone: some operations, or (None) to its end.
+#: The number of operations that an activity makes before it is left alone; None: it goes to its end.
 OPS = st.one_of(st.none(), st.none(), st.integers(0, 30))
 
 
@@ -138,7 +138,7 @@ class Job:
 class HistoryMachine(RuleBasedStateMachine):
     """The run on `storage`, and what is known of it without asking the code under test."""
 
-    #: How many checkpoints all machines together have loaded and compared with what was saved.
+    #: The number of checkpoints that all machines together have loaded and compared with what was saved.
     num_compared: ClassVar[int] = 0
 
     def __init__(self) -> None:
@@ -150,10 +150,10 @@ class HistoryMachine(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.activities: list[Activity] = []
         self.step = 0
-        #: What was begun: the past of each place's state, and its folder.
+        #: The saves that were begun: the past of each place's state, and its folder.
         self.past: dict[Place, tuple[Place, ...]] = {}
         self.folders: dict[Place, str] = {}
-        #: What somebody was told, or what was seen once: it may never change again.
+        #: The facts that somebody was told or has seen once: they may never change again.
         self.told: dict[Place, int] = {}
         self.origins: dict[int, Place | None] = {}
         self.commits: dict[Place, bytes] = {}

@@ -220,7 +220,7 @@ def test_a_reader_with_a_lease_finds_all_files_until_it_ends() -> None:
         outcomes.add((code(removed), code(opened)))
         if opened is None:
             assert names(run, commit.checkpoint) == files
-    # Where both fail, the tombstone is there and the files are too: the next removal deletes them.
+    # When both fail, the tombstone is there and the files are too: the next removal deletes them.
     assert {("config.in_use", ""), ("", "not_found.removed")} <= outcomes
     assert ("", "") not in outcomes
 

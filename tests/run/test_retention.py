@@ -252,7 +252,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "PATIENCE_S", 0.0)
 
 
-#: What happens to a run.
+#: The events of a run.
 EVENTS = st.lists(st.sampled_from(["save", "restart", "back", "prune", "pin", "die"]), max_size=25)
 
 

@@ -66,7 +66,7 @@ def test_a_part_that_the_checkpoint_does_not_have_is_left_out_by_select(run: Pat
 
 
 def test_the_advice_to_select_left_random_generators_out(tmp_path: Path) -> None:
-    """Whoever followed it went on with other random numbers."""
+    """A user who followed it went on with other random numbers."""
     state = {"model": model(1), "random": holdfast.RandomState(), "own": holdfast.PerRank({"seen": 1})}
     holdfast.save(tmp_path / "run", state, 1)
     error = refused(tmp_path / "run", state | {"ema": {"decay": 0.9}})

@@ -1,4 +1,5 @@
-"""What a load refuses, or restores exactly, where live and stored values differ in kind, order, or under two names."""
+"""Loads where live and stored values differ in kind, in order, or under two names: a load refuses the values, or
+restores them exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from tests.support.bound import bits
 
 
 class Progress(NamedTuple):
-    """What the checkpoint has."""
+    """The named tuple in the checkpoint."""
 
     epoch: int
     seen: int

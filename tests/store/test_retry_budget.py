@@ -1,4 +1,4 @@
-"""How failed work is tried again: never beyond its time, after pauses that are random within their limits."""
+"""Retries of failed work: never beyond its time, after pauses that are random within their limits."""
 
 from __future__ import annotations
 

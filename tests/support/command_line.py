@@ -28,7 +28,7 @@ from holdfast.plan.save import CheckpointIdentity
 from holdfast.testing.memory_store import MemoryStore
 from tests.support.published import EPOCHS, RUN_ID, begin, plan, publish, put
 
-#: What Ctrl-C sends.
+#: The character that Ctrl-C sends.
 INTERRUPT = "\x03"
 ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
 if "PYTHONPATH" in os.environ:  # where the tests are those of another copy of the source than the installed one
@@ -86,7 +86,7 @@ def at_terminal(*arguments: str | Path, answer: str = "", when: str = "[y/N]", c
     try:
         with suppress(OSError):  # a terminal that nobody holds any more says EIO
             while True:
-                # What comes while a program sets up its terminal may be dropped: people press Ctrl-C again.
+                # A program that sets up its terminal may drop what comes meanwhile: people press Ctrl-C again.
                 silent = not select.select([keyboard], [], [], 2)[0]
                 if not silent:
                     printed += os.read(keyboard, 4096)

@@ -1,4 +1,4 @@
-"""Where the interpreter can raise an interrupt."""
+"""The places where the interpreter can raise an interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process gets into the namespaces of an emulated node (see `tests.support.nodes`)."""
+"""Entry of a process into the namespaces of an emulated node (see `tests.support.nodes`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 #: The interface of a node that leads to the others.
 INTERFACE = "eth0"
-#: What processes of a node find in their environment.
+#: The variables in the environment of a node's processes.
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE}
 
 _KINDS = ("net", "uts", "mnt")

@@ -91,7 +91,7 @@ _NEW_NAMESPACES: Final = ("--net", "--uts", "--mount", "--pid", "--fork", "--mou
 
 @functools.cache
 def missing() -> str | None:
-    """Why no nodes can be emulated here; None where they can."""
+    """The reason why no nodes can be emulated here; None where they can."""
     tools = [tool for tool in ("unshare", "nsenter", "ip", "tc", "mount") if shutil.which(tool) is None]
     if tools:
         return f"no {tools[0]} is installed, with which nodes are emulated (util-linux, iproute2)"

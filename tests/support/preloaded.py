@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports, so that no process that it forks has to.
+"""The imports of the tests' fork server, so that no process that it forks has to make them.
 
 Afterwards the garbage collector ignores all of it. A warm rank collects garbage after each call, and a pass over the
 objects that torch makes takes an eighth of a second; besides, each pass would copy the memory that processes share.

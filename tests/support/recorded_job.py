@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.telemetry.event_record import EventRecord
 
-#: When the first save began.
+#: The time when the first save began.
 BEGUN_S = 1_790_000_000.0
 #: The phases of a save into memory on rank 0.
 PHASES = {"agree": 0.01, "copy": 0.05, "seal": 0.2, "store": 1.0}

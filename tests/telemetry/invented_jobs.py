@@ -74,7 +74,7 @@ class World:
     num_done: int = 0
     num_jobs: int = 0
     end: str = "closed"
-    #: When the first job began and the last one ended, and how long other processes have run since.
+    #: The times when the first job began and the last one ended, and the seconds that other processes have run since.
     begun_s: float | None = None
     ended_s: float = 0.0
     idle_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Whatever records a folder holds, a page, a trace and their figures can be made of them."""
+"""A page, a trace and their figures can be made of any records that a folder may hold."""
 
 from __future__ import annotations
 

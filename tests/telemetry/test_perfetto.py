@@ -13,7 +13,7 @@ from holdfast.telemetry.perfetto import trace_of
 from holdfast.telemetry.rank_saves import job_events
 from tests.support.recorded_job import PHASES, RankClock, recorded_job, recorded_save
 
-#: What the description of the format asks of an event, by its kind.
+#: The keys that the description of the format asks of an event, by its kind.
 NEEDED = {"X": {"name", "ph", "pid", "tid", "ts", "dur"}, "M": {"name", "ph", "pid", "args"}}
 
 

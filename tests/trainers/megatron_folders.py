@@ -112,7 +112,7 @@ def sharded_tree(job: Job, sharding: str | None, *, is_loading: bool = False) ->
 
 
 def _metadata(sharding: str | None) -> dict[str, Any]:
-    """What Megatron-LM's training says about the content."""
+    """The metadata of Megatron-LM's training about the content."""
     common = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if sharding is None:
         return common

@@ -29,9 +29,9 @@ WIDTH, LAYERS = 16, 4
 
 
 class Layout(NamedTuple):
-    """How the ranks divide a job: sizes of the parallel axes (the rest of the ranks is data parallel), whether the
-    optimizer is distributed, the least number of elements in a bucket of it, whether the weights are gathered in the
-    next forward, and into how many parts each expert is cut."""
+    """The division of a job among the ranks: sizes of the parallel axes (the rest of the ranks is data parallel),
+    whether the optimizer is distributed, the least number of elements in a bucket of it, whether the weights are
+    gathered in the next forward, and the number of parts of each expert."""
 
     tp: int = 1
     pp: int = 1
@@ -222,8 +222,8 @@ def weights(job: Job) -> dict[str, Any]:
 
 
 def whole_state(job: Job) -> dict[str, torch.Tensor]:
-    """What a job on one rank without a distributed optimizer holds, by Megatron's own description: each logical tensor
-    by its key."""
+    """The state of a job on one rank without a distributed optimizer, by Megatron's own description: each logical
+    tensor by its key."""
     metadata = {"chained_optim_avoid_prefix": True}
     tree = {"model": weights(job), "optimizer": job.optimizer.sharded_state_dict(weights(job), metadata=metadata)}
     found: dict[str, torch.Tensor] = {}

@@ -31,7 +31,8 @@ JOB = ["model", "optimizer", "scheduler"]
 FP32 = Kind(bf16=False)
 FP16 = Kind(bf16=False, fp16=True)
 ONE = Layout(bucket=None)
-#: How long a save by Megatron may take: each rank starts a process that gets its results and imports torch for that.
+#: The time that a save by Megatron may take: each rank starts a process that gets its results and imports torch for
+#: that.
 STOCK_TIMEOUT_S = 200.0
 
 

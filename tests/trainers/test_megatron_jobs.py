@@ -48,7 +48,7 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 MOE = Kind(experts=4, tied=False)
-#: What Megatron calls the slots of an optimizer, and what we do.
+#: Megatron's names of the slots of an optimizer, and ours.
 SLOTS = {"fp32_param": "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
@@ -84,7 +84,7 @@ PAIRS = [
 
 
 def write_reference(folder: str, kind: Kind) -> None:
-    """What a job on one rank holds after 3 and 4 steps, by Megatron's own descriptors."""
+    """Write the state of a job on one rank after 3 and 4 steps, by Megatron's own descriptors."""
     with megatron_job(Layout(distributed=False), kind) as job:
         fill(job)
         train(job, 3)

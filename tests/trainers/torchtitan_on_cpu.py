@@ -13,7 +13,7 @@ import torch
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
-#: What torchtitan asks of ``torch.cuda``.
+#: The calls of ``torch.cuda`` that torchtitan makes.
 CPU = SimpleNamespace(
     set_device=lambda device: None,
     current_device=lambda: 0,

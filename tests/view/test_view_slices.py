@@ -188,7 +188,7 @@ def test_unverified_pieces_of_local_files_are_mapped_not_read(tmp_path: Path) ->
     assert np.shares_memory(view.numpy("w")["w"], one)
     assert np.array_equal(view["cut"].numpy(slice(2, 9)).view(np.int32), content[2:9])
     assert np.shares_memory(view["cut"].numpy(2), view["cut"].numpy(slice(1, 4)))
-    # What lies in two files is put together.
+    # The view puts the parts of a tensor that lies in two files together.
     assert np.array_equal(view["cut"].numpy().view(np.int32), content)
     assert not np.shares_memory(view["cut"].numpy(), view["cut"].numpy())
 

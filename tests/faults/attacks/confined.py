@@ -121,7 +121,7 @@ def _rebuild(nodes: Mapping[str, value_codec.Node]) -> None:
     for path, node in nodes.items():
         state = value_codec.bare(node)
         if isinstance(state, value_codec.Leaf | value_codec.Container) and "/" not in path:
-            # What a container holds may be a module or another rank's part, which no table alone can give.
+            # A container may hold a module or another rank's part, which no table alone can give.
             try:
                 value_codec.rebuild(nodes, path, tensors=lambda name: name)
             except NotFoundError:

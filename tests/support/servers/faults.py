@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to the requests that match; `on` begins one."""
+    """A fault that hits the requests that match; `on` begins one."""
 
     method: str
     target: str
