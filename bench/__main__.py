@@ -65,7 +65,7 @@ def bench(
     root = Path()
     asked = chosen(names, (*NAMES, TABLE), kind="benchmark")
     if TABLE in asked:
-        documents(root, {})  # what is wrong with them is seen before the long run rather than after it
+        documents(root, {})  # faults in them are seen before the long run rather than after it
     known = {**LOADING, **BACKGROUND, **MANY, **CONVERTING, **HUB_LOADING, **TRANSFERRING}
     contenders = chosen(contender, known, kind="contender")
     options = Options(rounds=rounds, scale=scale, contenders=contenders, folder=folder, memory=memory)

@@ -189,7 +189,7 @@ class Restores(Turns):
             if (report.tier, report.step) != ("node memory", step):
                 raise BenchError(f"Step {report.step} was restored from {report.tier}, not {step} from node memory.")
 
-        _await_commit(run, step)  # what a keeper still does would take its time from the restore
+        _await_commit(run, step)  # the keeper's work would take time from the restore
         self.state.clear()
         restore_s, _ = _timed(restore)
         require_same(expected, self.state.digests(), name="holdfast (restore)")

@@ -113,5 +113,5 @@ def render_chart(saves: Result, loads: Result) -> str:
 
 
 def _medians(part: Part, measure: str) -> dict[str, float]:
-    """Median shares by contender. Who cannot take part is missing."""
+    """Median shares by contender. Contenders that cannot take part are missing."""
     return {each.name: median(part.shares(each.name, measure=measure)) for each in part.able}

@@ -86,7 +86,7 @@ def restore(task: NodeTask, lost: int) -> None:
         same = report.step == LAST_STEP and all(is_restored(task, state, number) for number in range(_NUM_TENSORS))
         found = {"plain": plain_s, "ours": ours_s, "moved": moved, "tier": report.tier, "same": same}
         tell(task, f"restore-{task.rank}", found)
-        os._exit(0)  # what it restored is lost again, without a word to the keepers
+        os._exit(0)  # the restored state is lost again, without a word to the keepers
 
 
 def is_restored(task: NodeTask, state: dict[str, torch.Tensor], number: int) -> bool:

@@ -275,7 +275,7 @@ def grown_run(state: Mapping[str, Any], length: int, options: Options) -> Iterat
     """Yield a function that makes a copy, on the device, of a run that has so many checkpoints of `state`."""
     with scratch(options.memory) as memory, scratch(options.folder) as folder:
         for step in range(1, length + 1):
-            holdfast.save(memory / "run", state, step)  # where no save waits for a disk
+            holdfast.save(memory / "run", state, step)  # no save waits for a disk there
 
         def copy() -> Path:
             root = shutil.copytree(memory / "run", folder / "run")

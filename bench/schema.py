@@ -98,7 +98,7 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """One scenario, measured. `contenders` are all that were asked for; `not_possible` says why some did not run.
 
-    Where no `measure` is named, the samples of all of them count.
+    If no `measure` is named, the samples of all of them count.
     """
 
     scenario: Scenario

@@ -1,6 +1,6 @@
 """The states that contenders save and load: a Llama-like model with two Adam moments, or many small tensors.
 
-What a tensor holds follows from its path alone, so any layout of a state can be compared with any other.
+The content of a tensor follows from its path alone, so any layout of a state can be compared with any other.
 """
 
 from __future__ import annotations

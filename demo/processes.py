@@ -226,7 +226,7 @@ def kill_all_in_copy(job: Training, *, step: int) -> AllKilled:
     """SIGKILL all ranks at once while they copy a snapshot, from `step` on, and storage is behind what memory holds.
 
     That storage is behind is arranged, as if it were slow: the keeper is stopped when it has sealed a snapshot that is
-    not in storage, until the ranks are dead. Where the moment was missed it goes on, and the next save is tried.
+    not in storage, until the ranks are dead. If the moment was missed, the keeper goes on, and the next save is tried.
     """
     assert job.save_to is not None
     assert job.node_dir is not None

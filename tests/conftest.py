@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Read when torch is first imported, here and by the rank processes: several of them share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Each connection of torch asks the name server who 127.0.0.1 is. Where an answer is lost, the resolver waits 5 seconds.
+# Each connection of torch asks the name server who 127.0.0.1 is. When an answer is lost, the resolver waits 5 seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 
 # A shell has programs that it starts in the background ignore Ctrl-C; tests interrupt themselves.

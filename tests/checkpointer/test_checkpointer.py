@@ -382,7 +382,7 @@ def test_while_storage_is_slow_saves_wait_or_are_skipped(run: str, memory: Memor
             each.durable.wait(60)
     last = checkpointer.save(5)
     last.durable.wait(60)
-    checkpointer.close()  # what was skipped is no failure
+    checkpointer.close()  # a skipped save is no failure
     assert holdfast.open(run).step == 5
 
 

@@ -478,8 +478,8 @@ def test_three_saves_while_the_store_is_down_survive_both_nodes_and_are_drained_
             for number in (0, 1):
                 goes_down(tmp_path / f"memory{number}")
                 assert steps_on(tmp_path / f"disk{number}", run) == {0: True, 1: False, 2: False, 3: False}
-    # Without the disk of one node, the head is the newest that there is. What the other disk lacks of it is read from
-    # the run, and what that disk has of newer ones is not given up.
+    # Without the disk of one node, the head is the newest that there is. The ranks read the parts of it that the other
+    # disk lacks from the run, and do not give up what that disk has of newer ones.
     assert (
         run_ranks(2, restore_on, tmp_path, environment, run, [0, 7], None, timeout_s=120)
         == [(0, "node disk", True)] * 2

@@ -1,5 +1,5 @@
-"""A handler of a signal, `__del__` or a callback runs in the middle of a call of its own thread. What it calls then is
-refused by name at once, and the outer call goes on as if nothing had happened."""
+"""A handler of a signal, `__del__` or a callback runs in the middle of a call of its own thread. A call that it makes
+then is refused by name at once, and the outer call goes on as if nothing had happened."""
 
 from __future__ import annotations
 

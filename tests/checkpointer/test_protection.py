@@ -320,8 +320,8 @@ def want_unlike(run: str, node_dirs: Sequence[Path], unlike: Copies | Parity | N
 def test_ranks_that_want_other_protection_than_others_hear_that_at_once(
     tmp_path: Path, nodes: list[Path], unlike: Copies | Parity | None, call: str
 ) -> None:
-    """Some ranks waited until their time was up, and with two policies, that of rank 0 won without a word. Where only
-    some ranks required protection, the others went on alone when it could not be had."""
+    """Some ranks waited until their time was up, and with two policies, that of rank 0 won without a word. When only
+    some ranks required protection, and it could not be had, the others went on alone."""
     error, other = run_ranks(2, want_unlike, str(tmp_path / "run"), nodes[:2], unlike, call)
     assert error == other
     told = "none" if unlike is None else repr(unlike) + " with require_protection=True" * (unlike == COPIES)

@@ -225,7 +225,7 @@ def test_the_step_after_a_save_into_memory_counts_as_one_with_a_save(run: str, m
     heard = Recorder()
     policy = holdfast.EverySteps(2)
     with holdfast.Checkpointer(run, state(), memory=memory, save=policy, listeners=[heard]) as checkpointer:
-        checkpointer.restore()  # which starts the keeper
+        checkpointer.restore()  # this starts the keeper
         for step in range(4):
             checkpointer.step(step)
     counts = [(event.num_quiet, event.num_saving) for event in heard.events if isinstance(event, StepsTimed)]

@@ -95,7 +95,7 @@ def test_an_exception_between_listeners_leaves_none_without_the_end() -> None:
     with pytest.raises(KeyboardInterrupt):
         machine.commit(1)
     assert machine.state is SaveState.STAGED
-    machine.commit(1)  # whoever watches it looks again
+    machine.commit(1)  # the thread that watches it looks again
     assert handle.durable.is_done
 
 

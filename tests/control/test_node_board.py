@@ -88,7 +88,7 @@ def hold_for_ever(memory: Path, began: Path) -> None:
 def test_another_rank_reads_when_the_one_that_reads_for_all_is_killed_or_stopped(
     tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if number == signal.SIGSTOP:  # which releases no lock
+    if number == signal.SIGSTOP:  # a stopped process releases no lock
         monkeypatch.setattr("holdfast.control.node_board._PATIENCE_S", 0.3)
     began = tmp_path / "began"
     holder = start(hold_for_ever, tmp_path, began, err=tmp_path / "err")

@@ -46,7 +46,7 @@ def test_batches_go_on_after_a_signal_to_the_workers(context: str) -> None:
     loader = DataLoader(
         Numbers(1000),
         batch_sampler=order,
-        num_workers=1,  # which has begun once it has given a batch
+        num_workers=1,  # it has begun once it has given a batch
         multiprocessing_context=context,
         worker_init_fn=note_seed,
     )

@@ -38,7 +38,7 @@ class Point(NamedTuple):
     y: int
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # what DCP says in one process
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says so in one process
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from holdfast.mapping import Family, family
 from tests.exporting.exported_runs import bits
 from tests.support.ranks import run_ranks
 
-with warnings.catch_warnings():  # what the library says while it is imported is not ours
+with warnings.catch_warnings():  # the library's warnings at its import are not ours
     warnings.simplefilter("ignore")
     import transformers
 

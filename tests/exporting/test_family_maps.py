@@ -14,7 +14,7 @@ import holdfast
 from holdfast.mapping import Rename, Rule
 from tests.exporting.exported_runs import bits
 
-with warnings.catch_warnings():  # what the library says while it is imported is not ours
+with warnings.catch_warnings():  # the library's warnings at its import are not ours
     warnings.simplefilter("ignore")
     import transformers
 

@@ -20,7 +20,7 @@ from tests.exporting.exported_runs import bits
 from tests.support.command_line import holdfast_command
 from tests.support.ranks import run_ranks
 
-with warnings.catch_warnings():  # what the libraries say while they are imported is not ours
+with warnings.catch_warnings():  # the libraries' warnings at their import are not ours
     warnings.simplefilter("ignore")
     import peft
     import transformers

@@ -326,7 +326,7 @@ class Play:
         self._tell(f"job {job.number} saves {step}: {planned}")
         self._begin(job, step, planned)
         if planned.disturbance is not None:
-            if planned.disturbance != "slow the link":  # which delays protection, and is no trouble
+            if planned.disturbance != "slow the link":  # a slow link delays protection, and is no trouble
                 self._reports.disturb(job.number)
             self._disturb(job, planned.disturbance, planned.node)
         statuses = job.answers(SaveStatus)

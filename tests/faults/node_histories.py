@@ -2,9 +2,9 @@
 
 A history is drawn from a seed alone. The model judges it in two ways, which know nothing of each other:
 
-- `Reports` keeps what ranks were told: a save is staged, protected, durable. What that promises must be recoverable,
-  whatever lies where.
-- `newest_whole` looks at what lies in the memory of nodes. What is whole there must be found.
+- `Reports` keeps what ranks were told: a save is staged, protected, durable. A state that this promises must be
+  recoverable, whatever lies where.
+- `newest_whole` looks at what lies in the memory of nodes. A checkpoint that is whole there must be found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The possible contents of a disk after a power failure, built from the recorded operations of a save.
 
-The model is the strictest that POSIX allows. What was written to a file is only certain after an fsync of that file:
-until then each block of 4096 bytes is there or not, and the size is any that the file has had since. A directory entry
+The model is the strictest that POSIX allows. A write to a file is only certain after an fsync of that file: until then
+each block of 4096 bytes is there or not, and the size is any that the file has had since. A directory entry
 (of a new file or folder, a link, a removal) is only certain after an fsync of its directory: until then each name is
 in any of the states that it went through, whatever its neighbours are in. An fsync that is under way covers nothing.
 

@@ -17,7 +17,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @contextmanager
 def silent(folder: Path) -> Iterator[None]:
-    """Have all that is below `folder` hang for the time of a ``with`` block. What is there comes back with its end."""
+    """Have all that is below `folder` hang for the time of a ``with`` block. All of it comes back with its end."""
     server = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
         options = f"fd={server},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
@@ -26,7 +26,7 @@ def silent(folder: Path) -> Iterator[None]:
         yield
     finally:
         _libc.umount2(os.fsencode(folder), _MNT_DETACH)
-        os.close(server)  # what hangs ends with an error
+        os.close(server)  # calls that hang end with an error
 
 
 def can_fall_silent(folder: Path) -> bool:

@@ -54,8 +54,8 @@ class Case:
 
     @property
     def step(self) -> int:
-        """The step of the head afterwards, 0 for none. What decides is one instant: from the moment on in which the
-        last data file has its name everything that was saved is there, and the survivor commits it."""
+        """The step of the head afterwards, 0 for none. One instant decides: from the moment on in which the last data
+        file has its name everything that was saved is there, and the survivor commits it."""
         points = COORDINATOR if self.rank == 0 else OTHER
         if self.point in points and points.index(self.point) >= points.index("data.linked"):
             return 2

@@ -2,7 +2,7 @@
 Durable checkpoints survive, and a snapshot that was whole in memory is restored bit for bit.
 
 A job of two ranks has two durable checkpoints and saves the third one; the processes that die are real, and so are the
-points (see `engine_points`). What it does at each step, and how that is checked, is in `engine_job`.
+points (see `engine_points`). The work of each step, and its checks, are in `engine_job`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CASES: Final = [
     Case(role, point, who, rank)
     for (role, point), rank in zip(POINTS, cycle((1, 0)), strict=False)
     for who in WHO
-    if not (point in BY_ONE and who == "one trainer")  # which one would be anybody's guess
+    if not (point in BY_ONE and who == "one trainer")  # nobody could say which one it is
 ]
 #: Killed at in every run of the tests; the others belong to the sweep.
 SAMPLE: Final = {

@@ -124,8 +124,8 @@ def test_checkpointers_that_are_closed_leave_nothing_behind(spec: Spec) -> None:
 
 
 def in_use_nbytes() -> int:
-    """Anonymous memory of this process. What the C library keeps of memory that was freed is given back first: it makes
-    the figure of a loop without any save swing by tens of megabytes."""
+    """Anonymous memory of this process. First, the C library gives back the freed memory that it keeps: it makes the
+    figure of a loop without any save swing by tens of megabytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     rollup = Path("/proc/self/smaps_rollup").read_text()

@@ -176,7 +176,7 @@ def hostile(kind: str, seed: int) -> bytes:
     try:
         data = bytes_of(kind, mutated(tree, rng))
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError):
-        data = bytes_of(kind, tree)  # what no encoder can write is made of bytes below
+        data = bytes_of(kind, tree)  # no encoder can write it: the code below changes bytes
     match rng.randrange(4):
         case 0 if kind in ("marker", "epoch", "seal", "commit"):
             data = signed(flipped(data.rpartition(b',"digest"')[0], rng))

@@ -236,7 +236,7 @@ def save_counting_calls(index: int, run: str, deadly: int | None) -> int:
 
 
 def kill_at_call(saved_run: Path, run: Path, deadly: int) -> int:
-    """The step of the head after a death at that call. Whatever it is, it loads, and a new job goes on from it."""
+    """The step of the head after a death at that call. In any case it loads, and a new job goes on from it."""
     shutil.copytree(saved_run, run)
     with pytest.raises(RanksFailedError, match="killed by SIGKILL"):
         run_processes(1, save_counting_calls, str(run), deadly)

@@ -1,6 +1,6 @@
 """Nodes of a job whose memory is protected by parity: they are lost in each phase of a save, two at once, or more than
-parity covers; survivors stand still in the middle of a rebuild, or have wrong bits. What comes back is compared bit for
-bit, on fewer nodes than before."""
+parity covers; survivors stand still in the middle of a rebuild, or have wrong bits. The tests compare the restored
+state bit for bit, on fewer nodes than before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.nursery import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-#: Two, three, four and six ranks divide it evenly. What each has fills several blocks, so all rows have some.
+#: Two, three, four and six ranks divide it evenly. Each one's part fills several blocks, so all rows have some.
 NUMEL: Final = 12 * 2**18
 FROM_PEERS: Final = Restored(STEP - 1, "peer memory")
 

@@ -1,5 +1,5 @@
 """Nodes of a job whose memory is protected by copies: one is lost in each phase of a save, or several, or they stand
-still, are slow, cut off, replaced or wrong. What was protected is restored bit for bit from the memory that is left."""
+still, are slow, cut off, replaced or wrong. A protected state is restored bit for bit from the memory that is left."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_keeper_refers_to_signed_files_and_memory_has_all_of_them(
 
     save(1)
     start_new_job()
-    end_keepers(node_dir)  # which has no key
+    end_keepers(node_dir)  # the keeper has no key
     monkeypatch.setenv(KEYS, KEY)
     with Checkpointer(run, job.state, memory=Memory(node_dir=node_dir)) as own:
         own.restore()

@@ -348,7 +348,7 @@ def test_a_file_system_that_becomes_read_only_stops_saves_and_not_loads(small_di
     error = failure(lambda: save(str(run), 2))
     assert error.code == "storage.denied"
     assert "Mount it for writing" in error.action
-    with pytest.raises(StorageError, match="Read-only file system"):  # what `restore` looks at in a new run
+    with pytest.raises(StorageError, match="Read-only file system"):  # `restore` looks at this in a new run
         check_creatable(str(small_disk / "new/holdfast.json"))
     assert head(run) == 1
     subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)

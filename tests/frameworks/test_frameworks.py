@@ -23,7 +23,7 @@ from holdfast.frameworks.known_types import unwrapped
 from holdfast.mapping import Rename
 from tests.support.bound import assert_same, bits
 
-with warnings.catch_warnings():  # what these libraries say while they are imported is not ours
+with warnings.catch_warnings():  # these libraries' warnings at their import are not ours
     warnings.simplefilter("ignore")
     import lightning
     import torchmetrics
@@ -42,7 +42,7 @@ with warnings.catch_warnings():  # what these libraries say while they are impor
         get_cosine_schedule_with_warmup,
     )
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # nor is what they say while they run
+pytestmark = pytest.mark.filterwarnings("ignore")  # nor are those while they run
 
 State = dict[str, Any]
 Make = Callable[[int], State]

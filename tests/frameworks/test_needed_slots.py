@@ -73,7 +73,7 @@ def test_a_rule_that_drops_step_does_not_lead_to_a_keyerror_in_the_next_step(
             holdfast.load(tmp_path / "run", into, mapping=[Drop(f"optimizer/state/**/{slot}")], strict=strict)
         assert caught.value.code == "incompatible.needed_slots"
         assert repr(into["optimizer"].state_dict()) == before
-    if kind is not Adagrad:  # which makes its slots when it is built, and none in a step
+    if kind is not Adagrad:  # Adagrad makes its slots when it is built, and none in a step
         holdfast.load(tmp_path / "run", into, mapping=[Drop("optimizer/state/**")])
         assert not any(into["optimizer"].state.values())
         step(into)

@@ -51,7 +51,7 @@ def _trained(
     `serving` that is complete by then. Intervals are seconds of the clock, and begin anew after a restore."""
     due = [*intervals_s]
     now_s = done_s = saved_s = 0.0
-    begun: list[tuple[float, float]] = []  # when each save of the serving tier will be complete, and its work
+    begun: list[tuple[float, float]] = []  # for each save of the serving tier: the time of its completion, and its work
     while (next_s := min(due)) < available_s:
         done_s += max(next_s - now_s, 0.0)
         now_s = max(now_s, next_s)

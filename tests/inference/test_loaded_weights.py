@@ -271,7 +271,7 @@ def test_chains_of_followed_operations_have_the_bits_of_the_loader(
     try:
         with torch.inference_mode(is_inference):
             expected, made = run_chain(shape, steps)
-    except IncompatibleError as error:  # what lies in a row in a copy need not do so in the weight
+    except IncompatibleError as error:  # elements in a row in a copy need not be so in the weight
         assert copies, error  # noqa: PT017 - which chains are refused depends on them
         assert "view" in str(error)  # noqa: PT017
     else:

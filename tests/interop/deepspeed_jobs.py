@@ -10,7 +10,7 @@ holds beside it. It counts the bytes that collectives send meanwhile. Then the e
 steps later is written too. ``load`` builds a fresh engine of the case TO, loads the run of the case FROM into it, and
 compares everything with these files by bits; where the case and the number of ranks are the same, after two more steps
 also. ``native`` loads the folder FOLDER/FROM, which DeepSpeed wrote, into such an engine. ``stock`` has DeepSpeed's own
-loader load the universal folder FOLDER/FROM/universal. What a job finds is written as JSON by rank 0.
+loader load the universal folder FOLDER/FROM/universal. Rank 0 writes what a job finds as JSON.
 """
 
 from __future__ import annotations

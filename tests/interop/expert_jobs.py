@@ -7,7 +7,7 @@ A case is the name of a case of `deepspeed_jobs`, and the size of an expert-para
 ``-data`` at the end, ranks that hold the same experts lie beside each other. ``save`` trains an engine for four steps,
 saves it into FOLDER/CASE/run, has DeepSpeed save it into FOLDER/CASE/native, and writes what all live engines hold
 under the numbers of the experts among those of all ranks; then the same two steps later. ``load`` loads the run into a
-fresh engine, ``native`` the folder of DeepSpeed; both compare by bits. What a job finds is written as JSON by rank 0.
+fresh engine, ``native`` the folder of DeepSpeed; both compare by bits. Rank 0 writes what a job finds as JSON.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ def test_an_archive_whose_entries_begin_before_it_is_refused(folder: Path) -> No
     file = folder / "__0_0.distcp"
     info: Any = next(info for index, info in metadata_of(folder).storage_data.items() if index.fqn == "model.half")
     data = bytearray(file.read_bytes())
-    field = data.index(b"PK\x06\x06", info.offset) + 48  # where the archive says that its directory begins
+    field = data.index(b"PK\x06\x06", info.offset) + 48  # the archive says here where its directory begins
     data[field : field + 8] = (int.from_bytes(data[field : field + 8], "little") + 10_000).to_bytes(8, "little")
     file.write_bytes(data)
     with pytest.raises(holdfast.CorruptError, match=r"holds no model/half at byte \d+: its entry .* begins before it"):

@@ -1,4 +1,4 @@
-"""Buffers in huge pages: aligned, shared, gone without a trace. Where the system has none, the same holds."""
+"""Buffers in huge pages: aligned, shared, gone without a trace. The same holds on a system that has none."""
 
 from __future__ import annotations
 

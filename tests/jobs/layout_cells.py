@@ -1,8 +1,8 @@
 """Ways to spread one training job over ranks, and the true content of each rank's part.
 
 A cell is a kind of parallelism with the shape of its mesh. All cells hold the same logical tensors: random bits that
-depend on a seed and on the tensor's name (see `tests.support.models`). What a rank must hold of them is cut out in
-numpy, by following element numbers through the placements; `test_layouts` checks those cuts against torch's own.
+depend on a seed and on the tensor's name (see `tests.support.models`). The part of them that a rank must hold is cut
+out in numpy, by following element numbers through the placements; `test_layouts` checks those cuts against torch's own.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 ``save`` trains a job of each case for three steps, saves it into FOLDER/CASE/run, and writes its state in global
 coordinates beside that. ``load`` loads the run of the case FROM into a fresh job of the case TO, compares what that
 holds with the written state, by bits, and trains a step. ``stock`` has DeepSpeed's own loader load a folder.
-What the job finds is written as JSON by rank 0.
+Rank 0 writes what the job finds as JSON.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A GPT that one framework has trained goes on in another one, on another layout, with the same bits.
 
 The pairs of torch's own frameworks are in the default suite. ``make test-matrix`` runs all others with the real
-DeepSpeed and Megatron-core, each in an environment of its own: `matrix_job` is one half of a pair. What a job holds is
-assembled by its framework (`matrix_gpt` says what), and compared in global coordinates.
+DeepSpeed and Megatron-core, each in an environment of its own: `matrix_job` is one half of a pair. The framework of a
+job assembles the tensors that the job holds (`matrix_gpt` names them); the test compares them in global coordinates.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def test_a_connection_outlives_a_short_partition(network: Network, tmp_path: Pat
     until(lambda: number_in(heard) > 3)
     network.partition(speaker)
     cut = -1
-    while cut != (cut := number_in(heard)):  # what was on its way is heard first
+    while cut != (cut := number_in(heard)):  # the listener first hears what was on its way
         time.sleep(0.3)
     network.heal()
     until(lambda: number_in(heard) > cut)

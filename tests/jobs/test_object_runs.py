@@ -199,7 +199,7 @@ def test_the_example_of_the_guide_goes_on_as_it_says(
     script, calls = example(Path(__file__).parents[2] / "docs/guides/object_storage.md")
     policy = "save=holdfast.EverySteps(10)"
     assert policy in script
-    memory = f"memory=holdfast.Memory(node_dir={str(node_dir)!r})"  # whose keepers end with the test
+    memory = f"memory=holdfast.Memory(node_dir={str(node_dir)!r})"  # its keepers end with the test
     (tmp_path / "train.py").write_text(script.replace(policy, f"{policy}, {memory}"))
     for call in calls:
         assert run_as_started(tmp_path, call._replace(arguments=[run, *call.arguments[1:]])) == call.output

@@ -1,5 +1,5 @@
 """SIGKILL of the keeper at every point on the way from a staged slot over the disk of the node to the commit, with or
-without the loss of memory. What the disk has whole the next keeper commits, bit for bit, and nothing else."""
+without the loss of memory. The next keeper commits what the disk has whole, bit for bit, and nothing else."""
 
 from __future__ import annotations
 

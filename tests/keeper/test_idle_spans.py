@@ -56,7 +56,7 @@ def looked_at(pacer: PiecePacer, nbytes: int, start_s: float, link: float) -> Pi
 
 def simulate(bursts: Sequence[Burst], link: float, *, skip: int = 0) -> Found:
     """A link of `link` bytes per second that carries one message at a time: a burst waits for the end of the piece that
-    it finds there. Copies have no end. What counts begins after `skip` bursts."""
+    it finds there. Copies have no end. The count begins after `skip` bursts."""
     now = piece_ends = 0.0
     pacer = PiecePacer(now)
     copied, idle_s, lost_s, counted_from = 0, 0.0, 0.0, 0.0

@@ -483,7 +483,7 @@ def test_what_nobody_comes_back_for_is_given_up_after_a_day(
     run: Run, saved: Saved, folder: NodeFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(daemon, "_RETRY_S", 0.1)
-    saved.slots.pop().remove()  # what the other node held: that node is gone
+    saved.slots.pop().remove()  # the other node held it: that node is gone
     (slot,) = saved.slots
     keeper = Keeper(folder)
     until(lambda: keeper.look() and slot.refresh().state == SlotState.SEALED)

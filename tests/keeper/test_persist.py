@@ -89,7 +89,7 @@ class Saved:
                 section[layout.values_offset :] = pack_values({"a": Plain(5)}, capacity=layout.values.capacity)
             nbytes = layout.data_start + layout.data_nbytes
             slot = stack.enter_context(Slot.create(folders[rank], rank=rank, nbytes=nbytes))
-            slot.data[:] = 0xAB  # what was in it before
+            slot.data[:] = 0xAB  # the old content of the slot
             contents = Contents(run.run_id, CHECKPOINT, place, 7, rank, layout.data_start, nbytes, memory_only, boot)
             assert slot.take()
             slot.advance(SlotRecord(SlotState.WRITING, contents))

@@ -72,7 +72,7 @@ MUTATIONS = [
         "            inside = prefix if name == traits.wrapped else",
         '            inside = prefix if name in (traits.wrapped, "_orig_mod") else',
     ),
-    Mutation(  # what is not there at all is no run, so nobody minds
+    Mutation(  # a key that is not there at all is no run, so nobody minds
         "known_defects/test_errors_and_hangs.py::test_nodes_that_do_not_share_the_folder_save_a_part_each",
         "saving/shares.py",
         "    if storage.nbytes(key) is None:\n",

@@ -178,4 +178,4 @@ def test_a_path_in_place_of_a_text_is_refused_with_the_way_to_read_it(tmp_path: 
     with pytest.raises(ConfigurationError, match="Pass the text of the file, not its path"):
         from_toml(str(tmp_path / "rules.toml"))
     with pytest.raises(TypeError, match=r"Path\(\.\.\.\)\.read_text\(\), not a PosixPath"):
-        from_toml(tmp_path / "rules.toml")  # type: ignore[arg-type]  # what is tested
+        from_toml(tmp_path / "rules.toml")  # type: ignore[arg-type]  # the test passes a wrong type

@@ -64,7 +64,7 @@ def waste_of_auto(job: Job) -> float:
 def _durable_work_of_auto_s(job: Job, gap_s: float, random: Random) -> float:
     meter, pace = SaveMeter(), Pace(max_overhead=0.5)
     now_s = saved_s = done_s = durable_s = 0.0
-    on_way: tuple[float, float] | None = None  # when the save on its way is complete, and its work
+    on_way: tuple[float, float] | None = None  # of the save on its way: the time of its completion, and its work
     while now_s < gap_s:
         step_s = job.step_s * random.uniform(1 - job.noise, 1 + job.noise) * (1 + job.slow_down * (on_way is not None))
         now_s += step_s

@@ -69,7 +69,7 @@ def test_the_switch_sees_who_sends_how_many_bytes_to_whom(network: Network, tmp_
     assert traffic.num_missed == 0
     sent = traffic.sent(begin, end)
     assert set(sent) == {(one.address, other.address)}
-    assert 3_000_000 <= sent.total() < 3_100_000  # what is sent again counts again
+    assert 3_000_000 <= sent.total() < 3_100_000  # bytes that are sent again count again
     assert traffic.sent(begin, end, of=[(one.address, PORT)]) == sent
     assert not traffic.sent(begin, end, but=[(one.address, PORT)])
     assert not traffic.sent(end, end + 1)

@@ -54,7 +54,7 @@ def test_the_api_pages_have_every_public_name() -> None:
     for module in (holdfast.frameworks, holdfast.store.base):
         classes = inspect.getmembers(module, inspect.isclass)
         public |= {f"{module.__name__}.{name}" for name, item in classes if item.__module__ == module.__name__}
-    assert public - {"holdfast.store.base.Location"} <= set(named)  # which is holdfast.Location
+    assert public - {"holdfast.store.base.Location"} <= set(named)  # its public name is holdfast.Location
 
 
 def test_the_list_of_design_notes_has_all_of_them() -> None:

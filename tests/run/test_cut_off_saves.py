@@ -190,7 +190,7 @@ def test_a_deletion_between_two_requests_of_a_fenced_rank_leaves_no_half_checkpo
             check(run, run.find(place=Place(1, 2)))
             outcomes.add("committed")
             continue
-        prune(run)  # what the late rank has written since
+        prune(run)  # this deletes what the late rank has written since
         assert names(run, folder) == [SEAL_NAME]
     assert outcomes == {"committed", "not_found.file"}
 

@@ -94,7 +94,7 @@ def test_what_a_rollback_abandoned_and_what_is_unsealed_or_removed_is_no_lost_he
     holdfast.load(root, state())
     assert warnings(caplog) == []
     (root.parent / "seal").rename(folder / SEAL_NAME)
-    rollback(run, Place(1, 1))  # whoever commits it now does not make it the head
+    rollback(run, Place(1, 1))  # a process that commits it now does not make it the head
     holdfast.load(root, state())
     assert warnings(caplog) == []
 

@@ -272,7 +272,7 @@ def test_a_worker_forked_beside_a_copy_inherits_no_setting_and_no_guard(run: str
             reading, writing = os.pipe()
             if (child := os.fork()) == 0:
                 torch.set_num_threads(1)
-                loop.optimizer.step()  # what the parent's thread copies is no concern of a child
+                loop.optimizer.step()  # the copy by the parent's thread is no concern of a child
                 os.write(writing, repr(settings()).encode())
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0

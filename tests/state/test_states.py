@@ -204,7 +204,7 @@ def load_oddities(kind: str, run: str) -> tuple[dict[str, bytes], bool]:
     return contents(named), inner.tied.weight is named["module.weight"] and not inner.frozen.requires_grad
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # what torch.compile imports uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # an import of torch.compile uses it
 def test_odd_modules_keep_everything_in_any_wrapper(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     saved = run_ranks(2, save_oddities, "ddp", run)[0]

@@ -141,7 +141,7 @@ def test_ten_thousand_small_tensors_load_in_little_time(tmp_path: Path) -> None:
     into = {name: torch.zeros(2, 16) for name in saved}
     holdfast.save(tmp_path / "run", saved, 1)
     took_s = []
-    for _ in range(3):  # what else runs on the machine slows some of them down
+    for _ in range(3):  # other processes on the machine slow some of them down
         began = time.process_time()
         holdfast.load(tmp_path / "run", into)
         took_s.append(time.process_time() - began)

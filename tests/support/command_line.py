@@ -31,7 +31,7 @@ from tests.support.published import EPOCHS, RUN_ID, begin, plan, publish, put
 #: The character that Ctrl-C sends.
 INTERRUPT = "\x03"
 ENVIRONMENT = {"COLUMNS": "100", "PATH": "/usr/bin:/bin"}
-if "PYTHONPATH" in os.environ:  # where the tests are those of another copy of the source than the installed one
+if "PYTHONPATH" in os.environ:  # the tests may be those of another copy of the source than the installed one
     ENVIRONMENT["PYTHONPATH"] = os.environ["PYTHONPATH"]
 _STYLE = re.compile(r"\x1b\[[0-9;]*[mAK]")
 NODES: dict[str, Node] = {"": Open("dict")}
@@ -76,8 +76,8 @@ def at_terminal(*arguments: str | Path, answer: str = "", when: str = "[y/N]", c
     """Run the command at a terminal, where somebody types `answer` as soon as it shows `when`: the question, unless
     that is something else. All that it prints is in `out`."""
     keyboard, terminal = pty.openpty()
-    # A session of its own, with this terminal: only so do keys send signals. Who started the tests in the background
-    # may have had them ignore Ctrl-C, which children inherit.
+    # A session of its own, with this terminal: only so do keys send signals. A shell that started the tests in the
+    # background may have had them ignore Ctrl-C, which children inherit.
     command = ["env", "--default-signal=INT", "setsid", "--ctty", sys.executable, "-m", "holdfast.cli", *arguments]
     environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}
     process = subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)

@@ -14,7 +14,7 @@ Nothing of this has a name outside of it: there is nothing in ``ip netns``, no i
 The first process of a node ends when the process that started it has ended, however that happened; then the kernel
 kills all other processes of the node, keepers too, and frees its memory. So a killed test leaves nothing behind.
 
-What this cannot emulate:
+This cannot emulate:
 
 - RDMA, NVSwitch, and what a real network card does; delays and losses of packets, where the kernel lacks netem;
 - the loss of power, and a kernel that hangs: that of a stopped node still acknowledges what arrives;
@@ -141,7 +141,7 @@ class Node:
 
     def start(self, function: Callable[[*Ts], object], *args: *Ts, err: Path) -> Process:
         """Start a process on the node that calls a top-level function, as `nursery.start` does."""
-        from tests.support import nursery  # who only starts commands needs no torch
+        from tests.support import nursery  # a test that only starts commands needs no torch
 
         process = nursery.start(function, *args, err=err, inside=self.init)
         self._started.append(process)

@@ -147,7 +147,7 @@ class _Life:
             self.tell(
                 "CheckpointerClosed", seconds={"waited": job.waited_s}, numbers={"early": int(job.end == "early")}
             )
-        else:  # what it did since its last event is unknown, and part of the time until the next job starts
+        else:  # its work since its last event is unknown, and counts as time until the next job starts
             world.now_s -= self.since_s
 
     def step(self, deed: Steps) -> None:

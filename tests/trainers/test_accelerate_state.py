@@ -20,7 +20,7 @@ from holdfast.errors import ConfigurationError, IncompatibleError, StateError
 from tests.project.test_docs import ARGUMENT, signature_rows
 from tests.support.bound import assert_same, bits
 
-with warnings.catch_warnings():  # what this library says while it is imported is not ours
+with warnings.catch_warnings():  # this library's warnings at its import are not ours
     warnings.simplefilter("ignore")
     import accelerate
     from accelerate import Accelerator, DataLoaderConfiguration
@@ -28,7 +28,7 @@ with warnings.catch_warnings():  # what this library says while it is imported i
 
     from holdfast.trainers.accelerate_state import state_of
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # nor is what it says while it runs
+pytestmark = pytest.mark.filterwarnings("ignore")  # nor are those while it runs
 
 DOCS = Path(__file__).parents[2] / "docs"
 State = dict[str, Any]

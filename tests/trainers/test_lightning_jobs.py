@@ -27,7 +27,7 @@ def test_a_killed_job_of_lightning_goes_on_bit_for_bit_and_on_more_ranks_with_th
     assert killed != 0
     status, lines = run_torchrun(tmp_path, 2, "lightning", "parts", "10", "-1")
     assert status == 0
-    assert 5 <= min(samples_of(lines)) <= 7  # what the killed job had staged, in the memory of the node
+    assert 5 <= min(samples_of(lines)) <= 7  # the killed job had staged it in the node's memory
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
     status, lines = run_torchrun(tmp_path, 3, "pytorch_lightning", "parts", "14", "-1")
     assert status == 0

@@ -22,14 +22,14 @@ from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
 from tests.trainers.stored import contents
 
-with warnings.catch_warnings():  # what Lightning says while it is imported is not ours
+with warnings.catch_warnings():  # Lightning's warnings at its import are not ours
     warnings.simplefilter("ignore")
     import lightning
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 
     from holdfast.trainers.lightning_trainer import LightningCheckpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # nor is what it says while it runs
+pytestmark = pytest.mark.filterwarnings("ignore")  # nor are those while it runs
 
 DATA = TensorDataset(torch.arange(24.0)[:, None] / 24)
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}

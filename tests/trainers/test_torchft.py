@@ -134,7 +134,7 @@ def test_groups_of_two_ranks_die_and_come_back_and_other_groups_resume(tmp_path:
         assert ended(tmp_path, 1, rank=1) == (0, weights)
     steps = saved_steps(tmp_path)
     assert steps == sorted(set(steps), reverse=True)
-    assert set(steps) >= {11, 10, 7, 6, 5, 4, 3, 0}  # what was under way when the first group died may be lost
+    assert set(steps) >= {11, 10, 7, 6, 5, 4, 3, 0}  # a save under way when the first group died may be lost
     epochs = {each.step: each.place.split(".")[0] for each in holdfast.ls(tmp_path / "run")}
     assert [epochs[step] for step in (11, 10, 3, 0)] == ["4", "4", "2", "1"]  # one group at a time saves
     assert "3" in {epochs[step] for step in steps if 5 < step < 10}

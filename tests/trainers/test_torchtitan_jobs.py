@@ -59,7 +59,7 @@ def test_a_killed_job_goes_on_bit_for_bit_and_on_any_other_layout(job: Path) -> 
     assert train(job, 2, "parts", 6, killed=5).status != 0
     status, lines = train(job, 2, "parts", 6)
     assert status == 0
-    assert 4 <= min(samples_of(lines)) <= 5  # what the killed job had staged, in the memory of the node
+    assert 4 <= min(samples_of(lines)) <= 5  # the killed job had staged it in the node's memory
     assert contents(job / "parts") == contents(job / "whole")
 
     expected = state_in(job / "parts")

@@ -20,14 +20,14 @@ from tests.project.test_docs import ARGUMENT, signature_rows
 from tests.support.bound import bits
 from tests.support.models import start_new_job
 
-with warnings.catch_warnings():  # what this library says while it is imported is not ours
+with warnings.catch_warnings():  # this library's warnings at its import are not ours
     warnings.simplefilter("ignore")
     from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
     from holdfast.trainers.transformers_data import CountedSampler
     from holdfast.trainers.transformers_trainer import HoldfastCallback
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # nor is what it says while it runs
+pytestmark = pytest.mark.filterwarnings("ignore")  # nor are those while it runs
 
 
 #: The default suite has one test of each kind.

@@ -69,7 +69,7 @@ def meet(name: str, number: int) -> None:
         time.sleep(0.05)
 
 
-first = 0  # which the loop of the guide sets
+first = 0  # the loop of the guide sets it
 # LOOP
 weights = {
     name: parameter.full_tensor() for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)

@@ -1,6 +1,6 @@
 """A small sound run, and the means to change it so that all of its digests are right again.
 
-Digests detect accidents. Whoever can write to a run can make them fit, so a reader must survive that too.
+Digests detect accidents. A person who can write to a run can make them fit, so a reader must survive that too.
 """
 
 from __future__ import annotations

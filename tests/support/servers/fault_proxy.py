@@ -100,7 +100,7 @@ class FaultProxy:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry the requests of one connection, one after the other."""
         upstream: _Streams | None = None
-        writer.transport.set_write_buffer_limits(0)  # what was sent before a fault has left this process
+        writer.transport.set_write_buffer_limits(0)  # bytes sent before a fault have left this process
         try:
             while (head := await _Head.read(reader)) is not None:
                 if upstream is None:

@@ -104,7 +104,7 @@ class Fault:
 
     def shortens_the_answer(self, *, by: int) -> Fault:
         """Give the answer a length that is smaller `by` so many bytes, and no more of its body: as if it were whole.
-        Where `by` is negative, the length is larger than the body, and the connection breaks behind it."""
+        If `by` is negative, the length is larger than the body, and the connection breaks behind it."""
         return replace(self, answer_lacks=by)
 
     def waits(self, seconds: float) -> Fault:
