@@ -27,7 +27,7 @@ from holdfast.store.urls import open_store
 
 _log = logging.getLogger(__name__)
 
-#: How long a save waits for the store, if it can do without.
+#: The time for which a save waits for the store, if it can do without.
 _PATIENCE_S: Final = 2.0
 
 

@@ -37,7 +37,7 @@ _ADVICE_ON_ENDS: Final = (
     "Check how the script counts the steps that are left: use checkpointer.steps(total), or range(report.next_step, "
     "total)."
 )
-#: What a RandomState stores for a rank.
+#: The names of the values that a RandomState stores for a rank.
 _OF_GENERATORS: Final = re.compile(r"/(?:python|numpy|torch|cuda|device)(?=/|\Z)")
 #: Most names of each kind that are shown.
 _MAX_NAMES = 5

@@ -36,7 +36,7 @@ from holdfast.telemetry.run_figures import (
 from holdfast.wording import count, duration
 
 _PAUSE_S: Final = 1.0
-#: What is read of the files of events at each look: some hundred of the newest events of each rank.
+#: The bytes of the files of events that each look reads: some hundred of the newest events of each rank.
 _MOST_NBYTES: Final = 2**20
 _NUM_SAVES: Final = 8
 

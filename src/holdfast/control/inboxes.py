@@ -85,7 +85,7 @@ class GroupInbox:
         self._meeting = meeting
         self._key = key
         self._num_groups = num_groups
-        #: What another thread has contributed.
+        #: The contributions of another thread.
         self._instead: dict[int, RankEnvelope] = {}
 
     def put(self, rank: int, contribution: RankEnvelope) -> None:

@@ -15,7 +15,7 @@ from holdfast.exporting.chosen_values import KeyPath, key_path
 from holdfast.format.names import join, parse_component
 from holdfast.format.values import Node, Open, Plain
 
-#: What is stored beside ``state`` and ``param_groups``, and follows from the live optimizer.
+#: The keys that are stored beside ``state`` and ``param_groups``, and follow from the live optimizer.
 _OWN: Final = ("class", "group_of", "order")
 
 

@@ -63,7 +63,7 @@ _COPIED: Final = (
 )
 _MAX_COPIED_NBYTES: Final = 256 << 20
 _UNCOMPARED: Final = "the names of the exported tensors are not compared with those of a model: %s %s"
-#: How many tensors a message about a folder's names names beside the first one.
+#: The number of tensors that a message about a folder's names lists beside the first one.
 _NAMED: Final = 4
 
 

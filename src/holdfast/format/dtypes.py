@@ -54,7 +54,7 @@ DTYPES: dict[str, DType] = {
     )
 }
 
-#: What users write who mean a dtype. Torch has the last ones itself.
+#: Other names that users write for a dtype. Torch has the last ones itself.
 _MEANT: dict[str, str] = {
     "bf16": "bfloat16",
     "fp16": "float16",

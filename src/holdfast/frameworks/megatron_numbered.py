@@ -19,7 +19,7 @@ from holdfast.frameworks.megatron_trained import STEP
 from holdfast.frameworks.optimizer_groups import SavedOptimizer, read_saved
 from holdfast.wording import with_article
 
-#: What the names of classes of optimizers with the same state have in common: those of torch, Apex and DeepSpeed.
+#: Parts of the names of optimizers' classes, common to all with the same state: those of torch, Apex and DeepSpeed.
 _FAMILIES: Final = ("adam", "sgd")
 #: The hyper-parameters that go on. Megatron's scheduler sets the others at each step, from the options of the job.
 _TAKEN: Final = ("betas", "eps", "momentum")

@@ -22,7 +22,7 @@ from holdfast.frameworks.known_types import type_of
 from holdfast.frameworks.plane_values import MAX_DEPTH, UnreadableError, plain, text_of
 from holdfast.wording import kind_of
 
-#: How a plane is divided where its tensor is. It has one entry for so many consecutive elements of the tensor in
+#: The division of a plane if its tensor is divided. It has one entry for so many consecutive elements of the tensor in
 #: row-major order; or its rows are those of the tensor, which may then be divided by rows; or all ranks have the same.
 Cut: TypeAlias = int | Literal["rows", "whole"]
 

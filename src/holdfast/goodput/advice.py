@@ -11,7 +11,7 @@ from holdfast.goodput.waste import Failures, TierCost, Waste, age_s, best_interv
 
 #: The copies of a node's memory on other nodes that a change may add: seconds of GEMINI's kind of transfer.
 PEERS = TierCost("peers", Loss.NODE, stall_s=0.3, latency_s=5.0, restore_s=60.0)
-#: How fast failures can be detected and processes be started again.
+#: The seconds of a fast detection of failures, with the start of new processes.
 FAST_DETECTION_S = 10.0
 #: The share of overhead in CheckFreq's rule.
 _CHECKFREQ_OVERHEAD = 0.035

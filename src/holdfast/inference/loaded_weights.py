@@ -43,7 +43,7 @@ _VIEWS = frozenset(
     )
 )
 _FOLLOWED = _SAME | _CASTS | _VIEWS | {_aten.view.dtype}
-#: What reaches the memory of a tensor past torch's operations.
+#: The calls that reach the memory of a tensor past torch's operations.
 MEMORY_ACCESS = {
     torch.Tensor.data.__set__: "Tensor.data =",  # type: ignore[attr-defined]
     torch.Tensor.tolist: "Tensor.tolist",

@@ -86,7 +86,7 @@ class StoredWeights:
         ]
 
 
-#: What a trainer publishes: a module or tensors by name, in any layout that `save` takes; or a checkpoint.
+#: The objects that a trainer publishes: a module or tensors by name, in any layout that `save` takes; or a checkpoint.
 Weights = nn.Module | Mapping[str, object] | StoredWeights
 
 

@@ -35,7 +35,7 @@ OPTIMIZER: Final = "optimizer"
 _SCHEDULER: Final = "opt_param_scheduler"
 _JOB: Final = "megatron"
 _ARGUMENTS: Final = "args"
-#: What a live state leaves out of a parameter group: it depends on the layout, or is an entry of its own.
+#: The keys that a live state leaves out of a parameter group: they depend on the layout, or are entries of their own.
 _NOT_HYPER: Final = frozenset(("params", "step", "is_expert_parallel"))
 #: The packages whose objects among the arguments are shown as text.
 _NAMED_IN: Final = ("megatron.", "torch.")

@@ -15,7 +15,7 @@ from holdfast.geometry import Shape
 #: Most states of a search at one parameter: so many numbers of parameters that groups may have taken.
 _MAX_STATES: Final = 1 << 12
 
-#: How many parameters each group has taken.
+#: The number of parameters that each group has taken.
 _Taken = tuple[int, ...]
 
 

@@ -17,7 +17,7 @@ from holdfast.format.values import TorchValue
 
 #: Makes the object of a global from the arguments of its call.
 Make = Callable[[tuple[Any, ...]], object]
-#: What globals stand for, by ``module name``: a function that makes an object, or a constant.
+#: The meanings of globals, by ``module name``: a function that makes an object, or a constant.
 Globals = Mapping[str, Make | object]
 
 _MARK: Final = object()

@@ -32,7 +32,7 @@ _SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt", ".pt.tar", ".pth.tar")
 _MODEL: Final = re.compile(r"(?:.+_)?model(?:-[0-9]{5}-of-[0-9]{5})?\.bin")
 _FIRST: Final = "pytorch_model.bin"
 _ZIP: Final = b"PK\x03\x04"
-#: What the format before torch 1.6 begins with: a pickle of a number.
+#: The first bytes of the format before torch 1.6: a pickle of a number.
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 #: Most parts of all tensors of a file together, unless each is one.
 _MAX_PARTS: Final = 1 << 20

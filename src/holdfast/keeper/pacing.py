@@ -111,7 +111,7 @@ class LinkPace:
         self._num_open = 0
         self._ended = _CountedBytes()
         self._open_until_s = -math.inf
-        #: What follows belongs to the thread whose turn it is.
+        #: The attributes below belong to the thread whose turn it is.
         self._pacer = PiecePacer(time.monotonic())
         self._looked_at = _CountedBytes()
         self._ahead_nbytes = 0.0

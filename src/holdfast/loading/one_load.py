@@ -112,7 +112,7 @@ class Loading:
         self._watch = Stopwatch()
         #: The checkpoint that rank 0 has found; None on other ranks.
         self._located: Located | None = None
-        #: What rank 0 has found instead, if another system wrote it.
+        #: The checkpoint that rank 0 has found instead, if another system wrote it.
         self._foreign: ForeignState | None = None
         #: Whether tensors that an older checkpoint does not fill may hold parts of a damaged one.
         self._is_mixed = False

@@ -32,7 +32,7 @@ _AXES: Final[Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), ("inner", "hidden")),
     "mlp.down_proj.weight": ("hidden", "inner"),
 }
-#: What the sizes are called in a ``config.json``.
+#: The names of the sizes in a ``config.json``.
 _TOLD: Final[Mapping[str, str]] = {
     "vocab": "vocab_size",
     "hidden": "the hidden size",

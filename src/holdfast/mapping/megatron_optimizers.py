@@ -17,8 +17,8 @@ from holdfast.mapping.draft import MappingState
 #: The slot of the master weights.
 MASTER: Final = "fp32"
 _STEP: Final = "step"
-#: What torch's AdamW keeps in a group, with the values that it has by default. The optimizers of Apex and Transformer
-#: Engine keep only the first four.
+#: The entries of a group of torch's AdamW, with their default values. The optimizers of Apex and Transformer Engine
+#: keep only the first four.
 _ADAM: Final[dict[str, bool | None]] = {
     "amsgrad": False,
     "foreach": None,

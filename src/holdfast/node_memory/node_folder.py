@@ -33,7 +33,7 @@ _NOT_OURS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errn
 _NO_ROOM: Final = (
     "Make room there (bytes and inodes, see df -i), and keep others from removing it (RemoveIPC=no in logind.conf)."
 )
-#: What to do about errors for which the limits of a process are the reason, not the room in memory.
+#: The action for errors for which the limits of a process are the reason, not the room in memory.
 _LIMITS: Final = {
     errno.EMFILE: "Let this process open more files (ulimit -n).",
     errno.ENFILE: "Let this machine open more files (sysctl fs.file-max).",

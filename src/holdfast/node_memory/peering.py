@@ -28,8 +28,8 @@ _SPEED_NAME: Final = "peers.speed"
 
 _Note = TypeVar("_Note", bound=msgspec.Struct)
 
-#: How keepers keep out of the way of training: they learn whether it uses the network; they suppose that it does; or
-#: they do not care.
+#: The ways in which keepers keep out of the way of training: they learn whether it uses the network; they suppose that
+#: it does; or they do not care.
 PaceMode: TypeAlias = Literal["auto", "idle", "none"]
 #: The least limit of the bytes that a node sends: peers end a transfer that is much slower.
 MIN_PROTECT_BYTES_PER_S: Final = 1_000_000

@@ -53,7 +53,7 @@ class OpenTelemetryTraces:
         with imported_for("OpenTelemetryTraces", extra="opentelemetry"):
             from opentelemetry import trace
         self._tracer = trace.get_tracer("holdfast", tracer_provider=tracer_provider)
-        #: What is known of the saves that are under way, and of the restore.
+        #: The known facts of the saves that are under way, and of the restore.
         self._saves: dict[tuple[EventSource, int], list[EventRecord]] = {}
         self._restored: dict[EventSource, EventRecord] = {}
 

@@ -51,7 +51,7 @@ class Placed(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...]
 
 
-#: What a rank declares about plain tensors that several ranks hold under one name.
+#: The declarations of a rank about plain tensors that several ranks hold under one name.
 #: ``split``: they are replicated, so holders share the writing; ``first``: the lowest holder's copy is saved (DDP's
 #: buffers differ legitimately); ``compare``: nothing is declared, so a save compares the copies before it drops one.
 Replicas = Literal["split", "first", "compare"]

@@ -24,7 +24,7 @@ from holdfast.wording import count
 HEAD = "it is the head"
 VERIFIED = "it is the newest checkpoint that was verified"
 UNVERIFIED = "it is newer than the newest checkpoint that was verified"
-#: What is added to a policy's reason for a checkpoint in quarantine.
+#: The end of a policy's reason for a checkpoint in quarantine.
 NOT_COUNTED = "but it is in quarantine, so the policy does not count it"
 #: The reason for all of them while a policy cannot judge.
 UNJUDGED = "a policy cannot judge yet"

@@ -14,7 +14,7 @@ from holdfast.run.history import Run
 from holdfast.telemetry.rank_saves import RankRestore, RankSave, RankSteps
 from holdfast.wording import duration
 
-#: What the heat map shows beside the phases: how long the call kept training, and the whole until it is durable.
+#: The columns of the heat map beside the phases: the time that the call kept training, and all until it is durable.
 BLOCKED, DURABLE = "blocked", "durable"
 #: The phases in their order: of saves into memory, then of saves to storage.
 _PHASES: Final = ("agree", "memory", "copy", "seal", "store", "describe", "plan", "compare", "write", "commit")

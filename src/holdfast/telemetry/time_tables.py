@@ -24,7 +24,7 @@ _MEANINGS: Final = {
     Part.START: "from the start of the process to the first step, without the restore",
     Part.OTHER: "all other time of the jobs",
 }
-#: How a job ended, in the words of the page.
+#: The ends of a job, in the words of the page.
 ENDS: Final[Mapping[JobEnd, str]] = {"closed": "ended", "early": "ended early", "unknown": "killed, or not closed"}
 
 
