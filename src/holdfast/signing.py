@@ -80,6 +80,8 @@ def keys() -> tuple[SigningKey, ...]:
         return ()
     if path and written:
         raise _unusable(f"{FILE} and {KEYS} are both set")
+    if path and not Path(path).is_absolute():
+        raise _relative(path)
     try:
         text = _text_of(path) if path else written.replace(",", "\n")
     except (OSError, ValueError) as error:
@@ -137,7 +139,7 @@ def verified(body: bytes, *, path: str) -> bytes:
     name, found = tail[1].decode("ascii"), tail[2].decode("ascii")
     key = next((key for key in mine if key.id == name), None)
     if key is None:
-        raise _no_key(f"'{path}' is signed with the key {name}, which is none of this process", _IN_A_KEEPER)
+        raise _no_key(f"'{path}' is signed with the key {name}, which this process does not have", _IN_A_KEEPER)
     if not hmac.compare_digest(key.hmac(content), found):
         raise _forged(path, f"does not match its signature by the key {name}")
     return content
@@ -167,6 +169,15 @@ def _no_key(why: str, more: str = "") -> ConfigurationError:
         f"{why}.",
         code="config.signing_key",
         action=f"Set {FILE} to the file with the key, on all ranks.{more}",
+    )
+
+
+def _relative(path: str) -> ConfigurationError:
+    """The error for a file that a keeper would not find: it works in another folder than the job that starts it."""
+    return ConfigurationError(
+        f"{FILE} has the path '{path}', which a keeper, in another working directory, would not find.",
+        code="config.signing_key",
+        action=f"Set it to the whole path, such as '{Path(path).expanduser().absolute()}'.",
     )
 
 

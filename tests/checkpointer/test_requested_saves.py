@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Checkpointer, ConfigurationError, EverySteps, EveryTime, Memory, OnRequest
+from holdfast.cli import change as command
 from tests.checkpointer.test_policies import committed
 from tests.support.keepers import end_keepers
 from tests.support.models import start_new_job
@@ -197,13 +198,14 @@ class TestRequests:
             numbers = iter(range(checkpointer.restore().next_step, 10**6))
             wait_for(lambda: checkpointer.step(next(numbers)))
 
-    def test_a_run_that_does_not_exist_cannot_be_asked(self, run: str) -> None:
-        with pytest.raises(holdfast.NotFoundError):
-            holdfast.request_save(run)
+    def test_a_job_that_has_not_saved_yet_cannot_be_asked_in_its_run_and_the_error_says_so(self, run: str) -> None:
+        for request_save in (holdfast.request_save, command.request_save):
+            with pytest.raises(holdfast.NotFoundError, match="has not saved yet: its first save makes the run"):
+                request_save(run)
 
     def test_a_checkpoint_cannot_be_asked(self, run: str, state: dict[str, object]) -> None:
         holdfast.save(run, state, 0)
-        with pytest.raises(ConfigurationError, match="is one checkpoint"):
+        with pytest.raises(ConfigurationError, match="selects one checkpoint"):
             holdfast.request_save(f"{run}@step=0")
 
     def test_a_signal_can_be_noted_only_from_the_main_thread(self, run: str, state: dict[str, object]) -> None:

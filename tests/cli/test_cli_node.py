@@ -41,7 +41,7 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
             text = holdfast_command("node", *options)
             assert text.status == 0
             assert f"{run.storage.location.url}: keeper {process.pid}; {folder.path}" in text.out
-            assert "are durable, and their trainers have ended; holdfast node --free frees them" in text.out
+            assert "are durable, and their trainers have ended" in text.out
             done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
             freed = {"run": run.storage.location.url, "folder": str(folder.path), "nbytes": done["freed_nbytes"]}
@@ -93,6 +93,16 @@ def test_free_names_each_run_whose_memory_it_frees_though_nothing_is_left_of_it(
     ]
     again = holdfast_command("node", "--node-dir", tmp_path, "--free").out
     assert again.startswith("freed 0 B\n")
+
+
+def test_the_command_that_frees_names_the_folder_and_the_run_that_were_listed(tmp_path: Path) -> None:
+    with NodeFolder("one", node_dir=tmp_path) as folder:
+        write_run(folder, "/runs/one run")
+        fill_memory(folder, SlotState.COMMITTED)
+    listed = holdfast_command("node", "--node-dir", tmp_path).out
+    assert f"; holdfast node --node-dir {tmp_path} --free frees them" in listed
+    listed = holdfast_command("node", "/runs/one run", "--node-dir", tmp_path).out
+    assert f"; holdfast node '/runs/one run' --node-dir {tmp_path} --free frees them" in listed
 
 
 def test_a_snapshot_that_was_given_up_is_not_called_durable(run: Run, saved: Saved, folder: NodeFolder) -> None:

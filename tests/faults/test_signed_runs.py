@@ -245,6 +245,21 @@ def test_a_file_without_usable_keys_is_refused(tmp_path: Path, monkeypatch: pyte
     assert code(keys) == "config.signing_key"
 
 
+@pytest.mark.parametrize(("given", "meant"), [("key", "{cwd}/key"), ("~/key", "{home}/key")])
+def test_a_relative_path_of_the_key_is_refused_because_keepers_work_in_another_folder(
+    given: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text(ONE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(KEYS, raising=False)
+    monkeypatch.setenv(FILE, given)
+    whole = meant.format(cwd=tmp_path, home=tmp_path / "home")
+    with pytest.raises(ConfigurationError, match=re.escape(f"such as '{whole}'")) as error:
+        keys()
+    assert error.value.code == "config.signing_key"
+
+
 def test_a_key_is_in_no_text(key: str) -> None:
     (mine,) = keys()
     assert key not in f"{mine!r} {mine} {mine.id}"

@@ -104,6 +104,20 @@ def test_an_import_goes_into_a_new_run_only_and_takes_no_checkpoint_of_ours(tmp_
     assert (holdfast.open(run).step, holdfast.open(run).place) == (1, "1.1")
 
 
+def test_a_folder_of_no_known_system_is_told_what_an_import_takes_and_not_only_that_it_is_no_run(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "todo.txt").write_text("nothing")
+    for name in ("notes", "typo"):
+        with pytest.raises(holdfast.NotFoundError, match="An import takes what safetensors, Hugging Face, peft, DCP"):
+            holdfast.import_checkpoint(tmp_path / name, tmp_path / "run", 1)
+    holdfast.save(tmp_path / "saved", {"w": some_tensors()["model.embed.weight"]}, 1)
+    with pytest.raises(holdfast.NotFoundError) as error:
+        holdfast.import_checkpoint(f"{tmp_path / 'saved'}@step=7", tmp_path / "run", 1)
+    assert "An import" not in error.value.action
+
+
 def test_an_import_that_failed_leaves_no_checkpoint_and_can_be_done_again(tmp_path: Path) -> None:
     files = write_sharded(tmp_path / "hf", some_tensors(), 2)
     run = open_store(Location(str(tmp_path / "run")))

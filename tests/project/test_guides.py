@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -152,3 +153,14 @@ def test_the_example_of_a_framework_goes_on_bit_for_bit_on_as_many_ranks(name: s
 @pytest.mark.parametrize("guide", ALL_GUIDES, ids=lambda guide: guide.stem)
 def test_examples_fit_on_one_screen(guide: Path) -> None:
     assert len(example(guide)[0].splitlines()) <= 45
+
+
+@pytest.mark.parametrize("guide", ALL_GUIDES, ids=lambda guide: guide.stem)
+def test_an_example_that_is_started_again_after_its_last_step_has_no_name_error(guide: Path) -> None:
+    script = ast.parse(example(guide)[0])
+    loops = [node for node in ast.walk(script) if isinstance(node, ast.For) and ".steps(" in ast.unparse(node.iter)]
+    for loop in loops:
+        after = [
+            node for node in ast.walk(script) if isinstance(node, ast.Name) and node.lineno > (loop.end_lineno or 0)
+        ]
+        assert ast.unparse(loop.target) not in {node.id for node in after}, "no step may be left for the loop"

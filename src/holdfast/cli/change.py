@@ -18,7 +18,7 @@ from holdfast.run.history import Run
 from holdfast.run.paths import Selection, parse, some
 from holdfast.run.removal import check_removable, remove_checkpoint
 from holdfast.run.rollback import rollback as roll_back
-from holdfast.run.save_requests import leave_request
+from holdfast.run.save_requests import leave_request, run_to_ask
 from holdfast.wording import count
 
 
@@ -40,7 +40,7 @@ class Removal(msgspec.Struct, frozen=True):
 
 def request_save(run: str) -> None:
     """Ask the job that trains on `run` to save soon."""
-    found = open_run(run)
+    found = run_to_ask(run)
     leave_request(found)
     name = printable(found.storage.location.url)
     say(

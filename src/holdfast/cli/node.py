@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdfast.cli.screen import Listing, age, console, print_json, say
 from holdfast.errors import printable
 from holdfast.node_memory.inventory import LOG_NAME, FreedMemory, HeldSlot, RunMemory, give_way, name_of, node_memory
 from holdfast.node_memory.keeper_lock import end_keeper
-from holdfast.node_memory.node_folder import NodeFolder, not_a_folder
+from holdfast.node_memory.node_folder import DEFAULT_NODE_DIR, NodeFolder, not_a_folder
 from holdfast.node_memory.slots import SlotKind
 from holdfast.reports import size
 from holdfast.run.by_path import open_run, parse_run
@@ -119,8 +120,14 @@ def node(run: str, *, node_dir: str, free: bool, stop: bool, grace_s: float, as_
     if uri and not runs:
         say(screen, f"{printable(str(where))}: no snapshots of {printable(uri)}")
     else:
-        _show(screen, where, runs)
+        _show(screen, where, runs, to_free=_freeing(run, node_dir))
     return not not_ended
+
+
+def _freeing(run: str, node_dir: str) -> str:
+    """The command that frees what this one has listed: of the same run, in the same folder."""
+    names = (*([run] if run else []), *(["--node-dir", node_dir] if Path(node_dir) != DEFAULT_NODE_DIR else []))
+    return printable(shlex.join(("holdfast", "node", *names, "--free")))
 
 
 def _of(uri: str | None, node_dir: Path) -> list[RunMemory]:
@@ -166,7 +173,7 @@ def _show_freed(screen: Console, freed: Sequence[FreedMemory]) -> None:
         say(screen, f"freed {size(sum(each.nbytes for each in freed))}")
 
 
-def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
+def _show(screen: Console, node_dir: Path, runs: list[RunRow], *, to_free: str) -> None:
     slots = [slot for row in runs for slot in row.slots]
     total = f"{count(len(runs), 'run')}, {size(sum(slot.nbytes for slot in slots))}"
     say(screen, f"{printable(str(node_dir))}: {total}")
@@ -179,7 +186,7 @@ def _show(screen: Console, node_dir: Path, runs: list[RunRow]) -> None:
     if idle:
         what = "durable" if all(slot.is_durable for slot in idle) else "durable or given up"
         nbytes = size(sum(slot.nbytes for slot in idle))
-        say(screen, f"\n{nbytes} are {what}, and their trainers have ended; holdfast node --free frees them")
+        say(screen, f"\n{nbytes} are {what}, and their trainers have ended; {to_free} frees them")
 
 
 def _table(slots: list[SlotRow]) -> Listing:

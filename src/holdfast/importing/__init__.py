@@ -6,10 +6,10 @@ import os
 import time
 from concurrent.futures import Executor
 
-from holdfast.errors import ConfigurationError
+from holdfast.errors import ConfigurationError, NotFoundError
 from holdfast.format.manifest import data_nbytes
 from holdfast.importing.first_checkpoint import import_state
-from holdfast.interop.formats import find_state
+from holdfast.interop.formats import FoundState, find_state
 from holdfast.options import checked_number
 from holdfast.phases import LOG
 from holdfast.progress import counted
@@ -63,7 +63,7 @@ def import_by(
     """As `import_checkpoint`, with workers that are chosen when the work is known. `shown` allows a bar."""
     step = checked_number("step", step, least=0, reason="steps count from 0")
     began = time.monotonic()
-    found = find_state(parse(src))
+    found = _found(src)
     if found.located is not None:
         raise ConfigurationError(
             f"'{src}' is a checkpoint of holdfast already.",
@@ -88,3 +88,17 @@ def import_by(
     )
     LOG.info("imported %s, into %s", report.summary, report.path)
     return report
+
+
+def _found(src: str | os.PathLike[str] | Location) -> FoundState:
+    """The checkpoint at `src`. Where there is none, the error says of which systems one may be."""
+    try:
+        return find_state(parse(src))
+    except NotFoundError as error:
+        if error.code != "not_found.run":
+            raise
+        error.action += (
+            " An import takes what safetensors, Hugging Face, peft, DCP, DeepSpeed, Megatron-core, ByteCheckpoint, "
+            "torchsnapshot, torch_checkpointing or torch.save wrote: name its folder, or its file."
+        )
+        raise

@@ -14,13 +14,12 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import HoldfastError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Record, Seconds
+from holdfast.run.by_path import RunPath, open_run
 from holdfast.run.history import Run
-from holdfast.run.paths import parse
 from holdfast.store.base import Location, Store
-from holdfast.store.urls import open_store
 
 REQUESTS: Final = "requests"
 _NAME: Final = re.compile(r"save-[0-9a-f]{16}\.json")
@@ -44,15 +43,19 @@ def request_save(run: str | os.PathLike[str] | Location) -> None:
         ConfigurationError: `run` names one checkpoint; code ``config.path``.
         StorageError: the request cannot be stored.
     """
-    target = parse(run)
-    if target.step is not None or target.place is not None:
-        raise ConfigurationError(
-            f"'{target}' is one checkpoint; a job saves into a run.",
-            code="config.path",
-            action=f"Name the run alone: {target.root}.",
-            path=target.root,
+    leave_request(run_to_ask(run))
+
+
+def run_to_ask(path: RunPath) -> Run:
+    """Open the run at `path` for a request. Raises the errors of `request_save`."""
+    try:
+        return open_run(path)
+    except NotFoundError as error:
+        error.action += (
+            " If a job trains there, it has not saved yet: its first save makes the run. Until then, ask by a signal "
+            "or a file (OnRequest)."
         )
-    leave_request(Run.open(open_store(target.location), origin=target.origin))
+        raise
 
 
 def leave_request(run: Run) -> None:
