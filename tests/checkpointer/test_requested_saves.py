@@ -198,8 +198,10 @@ class TestRequests:
             wait_for(lambda: checkpointer.step(next(numbers)))
 
     def test_a_run_that_does_not_exist_cannot_be_asked(self, run: str) -> None:
-        with pytest.raises(holdfast.NotFoundError):
+        """The error said only: check the path. It may be right, and its job has not saved yet."""
+        with pytest.raises(holdfast.NotFoundError) as error:
             holdfast.request_save(run)
+        assert "A job that has not saved yet has no run: only a signal or a file can ask it" in error.value.action
 
     def test_a_checkpoint_cannot_be_asked(self, run: str, state: dict[str, object]) -> None:
         holdfast.save(run, state, 0)

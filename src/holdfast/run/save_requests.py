@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterable
 from typing import Final
 
-from holdfast.errors import ConfigurationError, HoldfastError
+from holdfast.errors import ConfigurationError, HoldfastError, NotFoundError
 from holdfast.format import records
 from holdfast.format.records import Record, Seconds
 from holdfast.run.history import Run
@@ -23,6 +23,10 @@ from holdfast.store.base import Location, Store
 from holdfast.store.urls import open_store
 
 REQUESTS: Final = "requests"
+_BEFORE_THE_FIRST_SAVE: Final = (
+    " A job that has not saved yet has no run: only a signal or a file can ask it, OnRequest(signum=...) or "
+    "OnRequest(file=...)."
+)
 _NAME: Final = re.compile(r"save-[0-9a-f]{16}\.json")
 
 
@@ -52,7 +56,12 @@ def request_save(run: str | os.PathLike[str] | Location) -> None:
             action=f"Name the run alone: {target.root}.",
             path=target.root,
         )
-    leave_request(Run.open(open_store(target.location), origin=target.origin))
+    try:
+        run_of_job = Run.open(open_store(target.location), origin=target.origin)
+    except NotFoundError as error:
+        error.action += _BEFORE_THE_FIRST_SAVE
+        raise
+    leave_request(run_of_job)
 
 
 def leave_request(run: Run) -> None:
