@@ -28,9 +28,13 @@ CHECKPOINTER_RESTORE: Final = "Checkpointer.restore"
 CHECKPOINTER_CLOSE: Final = "Checkpointer.close"
 #: The steps of calls that hold the lock on the notes of the process about its runs.
 NOTES: Final = "the notes of another call about its run"
+#: The functions of the user that threads of the library call, while the thread that trains is elsewhere.
+LISTENER: Final = "EventListener.hear"
+NOTICE: Final = "the notice of OnPreemption"
+CALLBACKS: Final = frozenset((LISTENER, NOTICE))
 #: The calls that share nothing half done while they last, but for their `NOTES`. They may be made inside each other: an
-#: object's ``load_state_dict`` may load from another run.
-PLAIN: Final = frozenset((SAVE, LOAD, TRANSFER))
+#: object's ``load_state_dict`` may load from another run, and a listener from the run that it hears of.
+PLAIN: Final = frozenset((SAVE, LOAD, TRANSFER, *CALLBACKS))
 ALL: Final = frozenset((*PLAIN, CHECKPOINTER_SAVE, CHECKPOINTER_RESTORE, CHECKPOINTER_CLOSE, NOTES))
 
 #: The name of each call, by the code of its function. The library fills it when it is imported.
@@ -57,7 +61,7 @@ def refuse_nested(name: str, *, allowed: Collection[str] = ()) -> None:
             f"{name} was called inside {inside}, by the same thread: from the handler of a signal, __del__ or a "
             "callback.",
             code="config.nested",
-            action="In a signal handler, only set a flag, and save at the end of the step.",
+            action="In a signal handler or a callback, only set a flag, and save at the end of the step.",
         )
 
 

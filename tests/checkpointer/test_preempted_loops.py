@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -204,6 +205,42 @@ def test_a_handler_that_other_code_sets_later_is_told_of(
         own.step(1)
         signal.signal(signal.SIGUSR1, before)
     assert caplog.text.count("other code has set a handler of SIGUSR1 after this Checkpointer was made") == 1
+
+
+def test_the_loop_of_another_run_in_the_same_process_is_no_other_code(
+    tmp_path: Path, state: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each but the newest `Checkpointer` warned that it is deaf, though the handlers of the others call its own."""
+    policy = OnPreemption((signal.SIGUSR1,))
+    first, closed, last = (Checkpointer(tmp_path / name, state, memory=None, save=policy) for name in "abc")
+    for each in (first, closed, last):
+        each.step(0)
+    closed.close()
+    with first, last:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        for each in (first, last):
+            each.step(1)
+            assert each.preempted
+    assert "other code has set a handler" not in caplog.text
+
+
+def test_the_notice_of_a_preemption_that_saves_is_refused(
+    run: str, state: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It saved in the middle of a step, in a thread of its own."""
+    asked = Event()
+
+    def notice() -> None:
+        try:
+            own.save(7)
+        finally:
+            asked.set()
+
+    with Checkpointer(run, state, memory=None, save=OnPreemption((), notice=notice)) as own:
+        own.step(0)
+        assert asked.wait(20)
+    assert "config.nested" in caplog.text
+    assert not Path(run).exists()
 
 
 SCRIPT = """

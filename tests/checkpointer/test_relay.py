@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import HoldfastError
 from holdfast.checkpointer import relay as relay_module
 from holdfast.checkpointer import step_times
 from holdfast.checkpointer.events import (
@@ -255,6 +256,32 @@ def test_a_listener_that_raises_disturbs_neither_saves_nor_other_listeners(
     assert len(heard.of(SaveCommitted)) == 1
     (line,) = [record for record in caplog.records if "failed to hear" in record.message]
     assert "CheckpointerOpened" in line.message
+
+
+def test_a_listener_that_saves_is_refused_and_training_goes_on(run: str) -> None:
+    """Its save took the turn of the thread that trains, whose next save then ended training (`config.threads`)."""
+
+    class Saving:
+        def __init__(self) -> None:
+            self.codes: list[str] = []
+            self.loaded: list[int | None] = []
+
+        def hear(self, event: Event, source: EventSource) -> None:
+            if isinstance(event, SaveCommitted):
+                for call in (lambda: own.save(9), own.restore, own.wait, own.close):
+                    try:
+                        call()
+                    except HoldfastError as error:
+                        self.codes.append(error.code)
+                self.loaded.append(holdfast.load(f"{run}@step={event.step}", state()).step)
+
+    listener = Saving()
+    with holdfast.Checkpointer(run, state(), memory=None, listeners=[listener]) as own:
+        for step in range(3):
+            own.save(step)
+    assert listener.codes == ["config.nested"] * 12
+    assert listener.loaded == [0, 1, 2]
+    assert [checkpoint.step for checkpoint in holdfast.ls(run)] == [2, 1, 0]
 
 
 def test_a_slow_listener_loses_events_and_hears_how_many(

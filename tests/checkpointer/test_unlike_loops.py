@@ -51,6 +51,15 @@ def test_ranks_with_other_totals_are_told(run: str, how: str) -> None:
     assert "steps(8), and rank 1 has EverySteps(100) and steps(9)" in first
 
 
+def test_numbers_beyond_every_step_mean_never(run: str) -> None:
+    """They ended in `[unexpected]`: a message between ranks has no room for them."""
+    with Checkpointer(run, {"w": torch.zeros(10)}, memory=None, save=EverySteps(10**30)) as own:
+        for step in own.steps(10**40):
+            assert own.step(step) is None
+            if step == 3:
+                break
+
+
 def test_what_one_rank_decides_for_all_may_differ(run: str) -> None:
     policies = EverySteps(4) | EverySteps(6) | EveryTime(60), EverySteps(6) | EverySteps(4) | Auto()
     assert run_ranks(2, train, run, policies, (9, 9), "steps") == ["", ""]

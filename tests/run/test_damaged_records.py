@@ -145,6 +145,37 @@ def test_one_sealed_checkpoint_without_a_commit_is_what_a_save_that_died_leaves(
     assert holdfast.save(root, state, 1).place == "2.1"
 
 
+def test_jobs_that_die_in_their_first_saves_are_no_lost_history(tmp_path: Path) -> None:
+    """The third job was told that the history folder was lost, and so were all after it: no job could start any more
+    until somebody had called the doctor."""
+    root, state = tmp_path / "run", {"w": torch.ones(4)}
+    for job in (1, 2, 3):
+        holdfast.save(root, state, job)
+        (root / records.commit_key(Place(job, 1))).unlink()
+        start_new_job()
+        with pytest.raises(NotFoundError, match="doctor to see whether one can be finished"):
+            holdfast.load(root, state)
+    with Checkpointer(root, state, memory=None) as checkpointer:
+        assert checkpointer.restore().step is None
+        checkpointer.save(0)
+    assert holdfast.load(root, state).step == 0
+
+
+@pytest.mark.parametrize("also", [records.EPOCHS, None])
+def test_the_lost_history_of_jobs_that_went_on_from_each_other_is_told(tmp_path: Path, also: str | None) -> None:
+    root, state = tmp_path / "run", {"w": torch.ones(4)}
+    for job in (1, 2):
+        if job > 1:
+            holdfast.load(root, state)
+        holdfast.save(root, state, job)
+        start_new_job()
+    for folder in ("history", also):
+        if folder is not None:
+            shutil.rmtree(root / folder)
+    with pytest.raises(CorruptError, match=r"no commits|is missing"):
+        holdfast.load(root, state)
+
+
 def stage_and_die(run: str, node_dir: Path) -> None:
     state = {f"w{number}": torch.full((1 << 19,), 7.0) for number in range(6)} | {"epoch": 3}
     checkpointer = Checkpointer(run, state, memory=Memory(node_dir=node_dir))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from holdfast.calls import refuse_nested
+from holdfast.calls import CALLBACKS, refuse_nested
 from holdfast.checkpointer.events import (
     ProtectionDelayed,
     SaveBegun,
@@ -64,7 +64,7 @@ class Stage:
         if timeout_s is not None:
             check_timeout(timeout_s)
         if not self._over.is_set:
-            refuse_nested("the wait for a save")
+            refuse_nested("the wait for a save", allowed=CALLBACKS)
         self.wait_inside(timeout_s)
 
     def wait_inside(self, timeout_s: float | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from holdfast.errors import ConfigurationError, DeadlineError
+from holdfast.format.records import MAX_STEP
 from holdfast.policy.when import EverySteps, SavePolicy
 
 
@@ -20,9 +21,14 @@ class LoopRules(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, policy: SavePolicy, total: int | None = None) -> Self:
-        """The rules of a loop of `total` steps that saves by `policy`."""
-        found = {(each.num_steps, each.memory_only) for each in policy.parts() if isinstance(each, EverySteps)}
-        return cls(total, tuple(sorted(found)))
+        """The rules of a loop of `total` steps that saves by `policy`. Numbers beyond the last step that any loop can
+        reach mean "never", and are alike."""
+        found = {
+            (min(each.num_steps, MAX_STEP + 1), each.memory_only)
+            for each in policy.parts()
+            if isinstance(each, EverySteps)
+        }
+        return cls(None if total is None else min(total, MAX_STEP + 1), tuple(sorted(found)))
 
     def __str__(self) -> str:
         told = [f"EverySteps({steps}{', memory_only=True' if alone else ''})" for steps, alone in self.every]

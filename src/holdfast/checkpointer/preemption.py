@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, Protocol
 
+from holdfast.calls import NOTICE, outer
 from holdfast.checkpointer.rounds import Rounds
 from holdfast.checkpointer.signals import SignalNote
 from holdfast.phases import LOG
@@ -200,6 +201,7 @@ class _Answer:
         self.text: str | None = None
         self.noted_s: float | None = None
 
+    @outer(NOTICE)
     def look(self) -> float | None:
         """Ask. Returns the pause until the next question; None after an answer."""
         try:

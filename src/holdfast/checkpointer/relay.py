@@ -8,6 +8,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Final
 
+from holdfast.calls import LISTENER, outer
 from holdfast.checkpointer.events import Event, EventListener, EventsDropped, EventSource
 from holdfast.latch import Latch
 
@@ -81,6 +82,7 @@ class Relay:
             _log.warning("listeners of events are too slow: %d events were dropped", number)
             self._tell(EventsDropped(number), source)
 
+    @outer(LISTENER)
     def _tell(self, event: Event, source: EventSource) -> None:
         for number, listener in enumerate(self._listeners):
             try:

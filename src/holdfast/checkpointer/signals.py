@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Final
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from holdfast.errors import ConfigurationError
 from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy, signal_name
@@ -19,6 +19,8 @@ from holdfast.policy.when import OnPreemption, OnRequest, SavePolicy, signal_nam
 #: Time for which a job that ended for a preemption ignores its signals: ranks end at different times, and a launcher or
 #: a scheduler sends them a signal, or another one, while they leave. torchrun gives them as long.
 LEAVING_SIGNALS_S: Final = 30.0
+
+Handler = Callable[[int, FrameType | None], object]
 
 
 class SignalNote:
@@ -55,8 +57,11 @@ class SignalNote:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether another handler was set since, which may not call this one."""
-        return signal.getsignal(self._signum) is not self._handler
+        """Whether other code has set a handler since, which may not call this one. Those of other notes do."""
+        current = signal.getsignal(self._signum)
+        while current is not self._handler and callable(current) and current in _before:
+            current = _before[current]
+        return current is not self._handler
 
     def forget(self, before_s: float) -> None:
         """Forget the signals that came before the time `before_s`."""
@@ -106,15 +111,15 @@ def note_signals(policies: Iterable[SavePolicy]) -> dict[int, SignalNote]:
     return notes
 
 
+#: The handler that each handler of a note calls, because it was there before; also of notes that are removed.
+_before: Final[WeakKeyDictionary[Handler, Handler | int | None]] = WeakKeyDictionary()
 #: All notes of this process that are not removed, for children to forget.
 _notes: Final[WeakSet[SignalNote]] = WeakSet()
 #: Those that nobody else keeps alive, and that ignore their signal for a while.
 _leaving: Final[set[SignalNote]] = set()
 
 
-def _handler(
-    note: ref[SignalNote], before: Callable[[int, FrameType | None], object] | int | None
-) -> Callable[[int, FrameType | None], None]:
+def _handler(note: ref[SignalNote], before: Handler | int | None) -> Handler:
     """The handler for `note`. It does not keep the note alive: where the note is gone, the handler behaves as the one
     `before` it."""
 
@@ -134,6 +139,7 @@ def _handler(
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
 
+    _before[handle] = before
     return handle
 
 

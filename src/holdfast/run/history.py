@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeVar
 
@@ -342,17 +342,18 @@ class Run:
     def _check_not_lost(self, history: History) -> None:
         """Raise `CorruptError` where a `history` without commits has lost them.
 
-        A save that dies may leave one sealed checkpoint without a commit; several prove that there were commits.
+        A job that dies in its first save may leave one sealed checkpoint without a commit, and so may the next ones,
+        which find nothing to go on from. Others prove that there were commits.
         """
-        sealed: list[str] = []
+        sealed: dict[str, Place] = {}
         for folder in self.storage.list(records.CHECKPOINTS):
             try:
                 seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
             except (NotFoundError, CorruptError, ValueError):
                 continue  # unfinished, given up, or not a checkpoint
             if not history.is_removed(seal.place):
-                sealed.append(folder)
-            if len(sealed) > 1:
+                sealed[folder] = seal.place
+            if len(sealed) > 1 and not self._are_first_saves(sealed.values()):
                 raise CorruptError(
                     f"'{self.storage.location}' has sealed checkpoints ({' and '.join(sealed)}), but no commits: its "
                     "history folder was lost, or not copied.",
@@ -361,6 +362,15 @@ class Run:
                     "which commits the checkpoints again.",
                     path=self.storage.path(records.HISTORY),
                 )
+
+    def _are_first_saves(self, places: Collection[Place]) -> bool:
+        """Whether each of `places` is the first one of a job that found no checkpoint."""
+        if len({place.epoch for place in places}) < len(places) or any(place.seq > 1 for place in places):
+            return False
+        try:
+            return all(self.epoch(place.epoch).opened_from is None for place in places)
+        except (NotFoundError, CorruptError):
+            return False  # more than a commit was lost
 
     def needed_epoch(self, number: int) -> Epoch:
         """The record of an epoch on a lineage. Raises `CorruptError` where it is missing."""
