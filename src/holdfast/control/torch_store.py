@@ -396,8 +396,20 @@ def member_of(group: dist.ProcessGroup | None) -> Member | None:
     job = _jobs.get(store)
     if job is None:
         job = _jobs[store] = GroupStore(store)
-    name = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
+    name = _PREFIX + _attempt() + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
     return Member(job, name, ranks.index(dist.get_rank()), len(ranks))
+
+
+def _attempt() -> str:
+    """A part of all keys that tells apart the restarts of a job in one store.
+
+    ``torchrun --max-restarts`` on one node keeps one store for all of them, with what the ranks of the last one had not
+    read when they died. Where a job has several nodes, each counts its own restarts, so their ranks do not agree on the
+    number; the rendezvous of such a job makes a store for each restart.
+    """
+    is_on_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"-restart-{number}" if is_on_one_node and number != "0" else ""
 
 
 def is_current(member: Member) -> bool:
