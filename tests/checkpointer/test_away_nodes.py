@@ -63,6 +63,7 @@ def test_nodes_that_have_no_part_in_the_next_job_send_their_copies_of_lost_ones(
     assert run_ranks(2, restored_tiers, run, left) == [("peer memory", 3, True, TIERS)] * 2
 
 
+@pytest.mark.slow
 def test_nodes_without_a_part_are_asked_though_the_first_node_is_new(tmp_path: Path, nodes: list[Path]) -> None:
     """The first rank looked for their addresses on its own node alone, and went back to storage."""
     run = str(tmp_path / "run")
@@ -72,6 +73,7 @@ def test_nodes_without_a_part_are_asked_though_the_first_node_is_new(tmp_path: P
     assert run_ranks(2, restored_tiers, run, [nodes[4], nodes[1]]) == [("peer memory", 3, True, TIERS)] * 2
 
 
+@pytest.mark.slow
 def test_a_full_node_leaves_what_nodes_without_a_part_send_to_another_one(tmp_path: Path, nodes: list[Path]) -> None:
     """The node that sent was blamed for the refusal of the full one. Storage was restored."""
     run = str(tmp_path / "run")

@@ -171,6 +171,7 @@ def test_a_rank_that_was_not_in_the_last_job_does_not_hold_up_saves_with_the_old
     assert run_ranks(2, restore_columns, run, nodes[:2]) == [("node memory", 8, True)] * 2
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_back_does_not_hold_up_saves_when_no_checkpoint_is_whole_in_memory(
     run: str, nodes: list[Path]
 ) -> None:
@@ -334,6 +335,7 @@ def test_saves_in_the_background_leave_no_connection_behind_though_nobody_collec
         end_keepers(tmp_path)
 
 
+@pytest.mark.slow
 def test_two_checkpointers_of_one_job_save_in_the_background_side_by_side(tmp_path: Path) -> None:
     # They had one connection to the store of the job, which takes one request at a time.
     (tmp_path / "node").mkdir()

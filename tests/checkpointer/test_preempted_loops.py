@@ -425,6 +425,7 @@ def ranks_with_a_deadline(run: str, node_dir: str) -> list[object]:
     return [step, own.preempted, own.exit_code]
 
 
+@pytest.mark.slow
 def test_ranks_with_a_deadline_end_together_although_nothing_becomes_durable(run: str, node_dir: Path) -> None:
     """One rank gave up a save that the other one waited for, and both raised."""
     first, second = run_ranks(2, ranks_with_a_deadline, run, str(node_dir))

@@ -187,6 +187,7 @@ def test_a_second_node_may_be_lost_after_the_first_step_that_follows_the_loss_of
     assert run_ranks(len(there), restored_tiers, run, there) == FROM_PEERS * len(there)
 
 
+@pytest.mark.slow
 def test_the_first_step_after_a_restart_of_all_nodes_is_not_saved_for_their_parity(
     tmp_path: Path, nodes: list[Path]
 ) -> None:
@@ -401,6 +402,7 @@ def save_and_lose(run: str, node_dirs: Sequence[Path], lost: int) -> bool:
     return handle.protected.is_done
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, nodes: list[Path]) -> None:
     run = tmp_path / "run"
     assert run_ranks(4, save_protected, str(run), nodes[:4], (1,), Parity(1)) == [[True]] * 4
@@ -412,6 +414,7 @@ def test_a_checkpoint_that_needs_parity_is_written_to_the_run(tmp_path: Path, no
     until(lambda: len(committed(run)) == num_committed + 1)
 
 
+@pytest.mark.slow
 def test_the_report_names_a_checkpoint_that_could_not_be_rebuilt_and_was_given_up(
     tmp_path: Path, nodes: list[Path]
 ) -> None:

@@ -32,7 +32,7 @@ from tests.support.models import bits, start_new_job
 from tests.support.ranks import run_ranks
 
 SEED = 20_251_121
-NUM_FLIPS = 150
+NUM_FLIPS = 75
 NUM_FLIPS_SLOW = 2000
 HEAD, OLDER = Place(2, 1), Place(1, 2)
 STEPS = {Place(1, 1): 1, OLDER: 2, HEAD: 3}

@@ -207,6 +207,7 @@ ATTACKS: Final = {"training": attack_the_trainer, "copying": attack_the_copy}
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("attack", "aside"), [("training", True), ("copying", False)])
+@pytest.mark.few(1)
 def test_an_interrupt_at_some_lines_of_a_save_leaves_nothing_behind(
     victim: Victim,
     attack: str,

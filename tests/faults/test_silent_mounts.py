@@ -70,6 +70,7 @@ def test_a_verb_on_a_store_that_fell_silent_ends_in_time_and_works_when_it_is_ba
     VERBS[verb](run)
 
 
+@pytest.mark.slow
 def test_a_checkpointer_whose_store_falls_silent_holds_nobody_up(store: Path, memory: Memory) -> None:
     start_new_job()
     run = str(store / "run")

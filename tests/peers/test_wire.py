@@ -94,6 +94,7 @@ def test_each_block_of_a_file_has_its_own_deadline(ends: Ends, region: Region) -
     assert reader.data == noise(region.nbytes).tobytes()
 
 
+@pytest.mark.slow
 def test_each_block_that_is_received_has_its_own_deadline(ends: Ends) -> None:
     data, out = noise(4 * MIB), np.zeros(4 * MIB, np.uint8)
 
