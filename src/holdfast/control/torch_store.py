@@ -405,7 +405,8 @@ def _attempt() -> str:
 
     ``torchrun --max-restarts`` on one node keeps one store for all of them, with what the ranks of the last one had not
     read when they died. Where a job has several nodes, each counts its own restarts, so their ranks do not agree on the
-    number; the rendezvous of such a job makes a store for each restart.
+    number. torch 2.13 keeps one store for all restarts of such a job too, unless its user sets
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as the guide to lost nodes says.
     """
     is_on_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
