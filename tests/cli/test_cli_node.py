@@ -41,7 +41,8 @@ def test_the_command_lists_what_lies_in_memory_frees_what_is_durable_and_ends_ke
             text = holdfast_command("node", *options)
             assert text.status == 0
             assert f"{run.storage.location.url}: keeper {process.pid}; {folder.path}" in text.out
-            assert "are durable, and their trainers have ended" in text.out
+            to_free = f"holdfast node --node-dir {folder.node_dir} --free"
+            assert f"are durable, and their trainers have ended; {to_free} frees them" in text.out
             done = holdfast_command("node", run.storage.location.url, *options, "--free", "--json").json
             assert done["freed_nbytes"] > MIB
             freed = {"run": run.storage.location.url, "folder": str(folder.path), "nbytes": done["freed_nbytes"]}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn, TypeVar
 
@@ -345,15 +345,20 @@ class Run:
         A job that dies in its first save may leave one sealed checkpoint without a commit, and so may the next ones,
         which find nothing to go on from. Others prove that there were commits.
         """
-        sealed: dict[str, Place] = {}
+        sealed: list[str] = []
+        epochs: set[int] = set()
+        are_first_saves = True
         for folder in self.storage.list(records.CHECKPOINTS):
             try:
                 seal = _read(self.storage, records.checkpoint_key(folder, records.SEAL_NAME), Seal)
             except (NotFoundError, CorruptError, ValueError):
                 continue  # unfinished, given up, or not a checkpoint
-            if not history.is_removed(seal.place):
-                sealed[folder] = seal.place
-            if len(sealed) > 1 and not self._are_first_saves(sealed.values()):
+            if history.is_removed(seal.place):
+                continue
+            sealed.append(folder)
+            are_first_saves = are_first_saves and seal.place.epoch not in epochs and self._is_first_save(seal.place)
+            epochs.add(seal.place.epoch)
+            if len(sealed) > 1 and not are_first_saves:
                 raise CorruptError(
                     f"'{self.storage.location}' has sealed checkpoints ({' and '.join(sealed)}), but no commits: its "
                     "history folder was lost, or not copied.",
@@ -363,12 +368,10 @@ class Run:
                     path=self.storage.path(records.HISTORY),
                 )
 
-    def _are_first_saves(self, places: Collection[Place]) -> bool:
-        """Whether each of `places` is the first one of a job that found no checkpoint."""
-        if len({place.epoch for place in places}) < len(places) or any(place.seq > 1 for place in places):
-            return False
+    def _is_first_save(self, place: Place) -> bool:
+        """Whether `place` is the first one of a job that found no checkpoint."""
         try:
-            return all(self.epoch(place.epoch).opened_from is None for place in places)
+            return place.seq == 1 and self.epoch(place.epoch).opened_from is None
         except (NotFoundError, CorruptError):
             return False  # more than a commit was lost
 
