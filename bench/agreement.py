@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import psutil
@@ -31,13 +31,14 @@ from holdfast.agreement.local import NUM_TURNS, RankState
 from holdfast.agreement.plan_messages import Compare, Described, Details, Questions
 from holdfast.agreement.planner import AgreedPlan, PlanMemory, Planner
 from holdfast.checkpointer.snapshot_messages import ANSWERS, Agreed, MemoryStatus, SnapshotRoom
+from holdfast.control.attempt import Attempt
 from holdfast.control.channel import GROUP_SIZE, Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.envelopes import decoded, encoded
 from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.node_board import NodeBoard
 from holdfast.control.requests import Requests
-from holdfast.control.torch_store import GroupStore, StoreConnection, TorchMeeting
+from holdfast.control.torch_store import GroupStore, Member, StoreConnection, TorchMeeting
 from holdfast.format import records
 from holdfast.format.records import Place
 from holdfast.plan.body import RankLayout
@@ -68,6 +69,29 @@ class Counted:
         return getattr(self._store, name)
 
 
+class CountedMeeting(TorchMeeting):
+    """A meeting whose requests are counted."""
+
+    def __init__(
+        self,
+        member: Member,
+        requests: Counter[str],
+        number: int | None = None,
+        *,
+        deadline: Deadline,
+        background: bool = False,
+    ) -> None:
+        super().__init__(member, number, deadline=deadline, background=background)
+        self._requests = requests
+
+    @property
+    def store(self) -> KeyValueStore:
+        return cast("KeyValueStore", Counted(super().store, self._requests))
+
+    def in_background(self) -> CountedMeeting:
+        return CountedMeeting(self._member, self._requests, self._number, deadline=self._deadline, background=True)
+
+
 class NoThread(Requests):
     """Requests that the caller makes itself: no rank that is played can end."""
 
@@ -83,7 +107,14 @@ class PlayedConnection(StoreConnection):
         self.requests = NoThread()
 
 
-class PlayedRank(GroupStore):
+class MetRank(GroupStore):
+    """A rank that has met all others: the bench does not measure how the ranks of a job find each other."""
+
+    def attempt(self, members: str, rank: int) -> Attempt:
+        return self._attempts.setdefault(members, Attempt("bench"))
+
+
+class PlayedRank(MetRank):
     """One of many ranks that a process plays, on a node with its own board."""
 
     def __init__(self, store: dist.Store, connection: PlayedConnection, board: NodeBoard) -> None:
@@ -162,13 +193,13 @@ class Coordinator:
         self.words = words
         self.memory: PlanMemory | None = None
         self.requests = Counter[str]()
-        self._job = GroupStore(_get_default_store())
+        self._job = MetRank(_get_default_store())
 
     def save(self, step: int) -> list[float]:
         """Agree on a save, and return when each exchange ended."""
         words, deadline, requests = self.words, Deadline(TIMEOUT_S), self.requests
         requests.clear()
-        meeting = TorchMeeting(self._job, MEMBERS, self._job.next_number(MEMBERS), deadline=deadline)
+        meeting = CountedMeeting(Member(self._job, MEMBERS, 0, words.world), requests, deadline=deadline)
         channel, ends = self._channel(meeting, step), []
         standings: Callable[[list[MemoryStatus]], SnapshotRoom] = partial(SnapshotRoom.of, run_id=RUN_ID)
         status = words.memory(0, step)
@@ -200,7 +231,6 @@ class Coordinator:
         return ends
 
     def _channel(self, meeting: TorchMeeting, step: int) -> Channel:
-        meeting.store = Counted(meeting.store, self.requests)
         return Channel(meeting, rank=0, world_size=self.words.world, label=f"save of step {step}", step=step)
 
 
@@ -223,7 +253,7 @@ class Player:
         """Let all ranks agree on a save, and return when each exchange ended."""
         words, deadline, ends = self.words, Deadline(TIMEOUT_S), list[float]()
         meetings = {
-            rank: TorchMeeting(job, MEMBERS, job.next_number(MEMBERS), deadline=deadline)
+            rank: TorchMeeting(Member(job, MEMBERS, rank, words.world), deadline=deadline)
             for rank, job in self._ranks.items()
         }
         channels = {

@@ -17,10 +17,10 @@ def train(run: str, policies: Sequence[SavePolicy], totals: Sequence[int], how: 
     """Train on two ranks, each with its own policy and total, and return the code of the error, with its message."""
     start_new_job()
     rank = dist.get_rank()
-    takeover = how == "takeover and step"
+    takeover, timeout_s = how == "takeover and step", 3 if how == "restore and step" else 60
     state = {"w": torch.zeros(10)}
-    own = Checkpointer(run, state, memory=None, save=policies[rank], takeover=takeover, timeout_s=3 if takeover else 60)
-    if how == "restore and steps":
+    own = Checkpointer(run, state, memory=None, save=policies[rank], takeover=takeover, timeout_s=timeout_s)
+    if "restore" in how:
         own.restore()
     try:
         for step in own.steps(totals[rank]) if "steps" in how else range(totals[rank]):
@@ -34,7 +34,7 @@ def train(run: str, policies: Sequence[SavePolicy], totals: Sequence[int], how: 
     return ""
 
 
-@pytest.mark.parametrize("how", ["steps", "restore and steps", "step"])
+@pytest.mark.parametrize("how", ["steps", "restore and steps", "step", "takeover and step"])
 def test_ranks_with_other_intervals_are_told_and_do_not_wait_for_each_other(run: str, how: str) -> None:
     """They waited for `timeout_s`, and were told to make a call that they had made."""
     first, second = run_ranks(2, train, run, (EverySteps(3), EverySteps(4) | OnRequest()), (9, 9), how)
@@ -66,6 +66,6 @@ def test_what_one_rank_decides_for_all_may_differ(run: str) -> None:
 
 
 def test_a_timeout_of_a_save_that_a_policy_asked_for_names_the_suspicion(run: str) -> None:
-    told = run_ranks(2, train, run, (EverySteps(3), EverySteps(100)), (5, 5), "takeover and step")
+    told = run_ranks(2, train, run, (EverySteps(3), EverySteps(100)), (5, 5), "restore and step")
     assert told[0].startswith("timeout.ranks: ")
     assert "all ranks need the same policy" in told[0]

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.control.attempt import Attempt
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore, default_channel
+from holdfast.control.torch_store import GroupStore, Member, TorchMeeting, TorchStore, default_channel
 from holdfast.errors import DeadlineError, HoldfastError, StateError, StorageError
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
 
@@ -28,9 +29,19 @@ T = TypeVar("T")
 LABEL = "save of step 700"
 
 
-def meeting(store: dist.Store, job: GroupStore | None = None) -> TorchMeeting:
-    job = job or GroupStore(store)
-    return TorchMeeting(job, "test", job.next_number("test"), deadline=soon())
+class MetRank(GroupStore):
+    """The store of a rank that has met all the others."""
+
+    def attempt(self, members: str, rank: int) -> Attempt:
+        return self._attempts.setdefault(members, Attempt("met"))
+
+
+def meeting(store: dist.Store, job: MetRank | None = None) -> TorchMeeting:
+    return TorchMeeting(met(job or MetRank(store)), deadline=soon())
+
+
+def met(job: MetRank) -> Member:
+    return Member(job, "test", rank=0, world_size=1)
 
 
 def on_ranks(
@@ -292,8 +303,8 @@ def server() -> Iterator[tuple[subprocess.Popen[str], dist.Store]]:
         process.kill()
 
 
-def exchange_within_a_second(job: GroupStore) -> None:
-    place = TorchMeeting(job, "test", job.next_number("test"), deadline=Deadline(1))
+def exchange_within_a_second(job: MetRank) -> None:
+    place = TorchMeeting(met(job), deadline=Deadline(1))
     Channel(place, rank=1, world_size=2, label=LABEL).exchange("plan", b"", b"".join, Deadline(1))
 
 
@@ -304,7 +315,7 @@ def test_no_call_outlasts_its_time_when_the_process_of_the_store_is_killed_or_st
     server: tuple[subprocess.Popen[str], dist.Store], number: signal.Signals, when: str
 ) -> None:
     process, store = server
-    job = GroupStore(store)
+    job = MetRank(store)
     if when == "after it":
         meeting(store, job)
     process.send_signal(number)
@@ -377,6 +388,7 @@ def test_the_ranks_of_a_process_group_exchange_messages_and_a_new_group_counts_a
 
 def make_a_group_while_the_channel_waits() -> str:
     channel = default_channel("load", deadline=soon())
+    channel.confirm("start", b"", soon())
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(channel.broadcast, "plan", None, soon()) if dist.get_rank() == 1 else None
         time.sleep(0.2)

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import GroupStore
 from holdfast.errors import ConfigurationError, DeadlineError, HoldfastError, StateError
-from tests.control.test_channel import LABEL, meeting, num_messages, on_ranks, payload, soon, state_error
+from tests.control.test_channel import LABEL, MetRank, meeting, num_messages, on_ranks, payload, soon, state_error
 
 # ---- errors of ranks
 
@@ -163,7 +162,7 @@ Calls = dict[int, list[int]]
 def operations(calls: Calls, *, timeout_s: float, group_size: int = 64) -> dict[int, list[str]]:
     """Make operations in turn; return the answer of each, or the message of its error."""
     store = dist.HashStore()
-    jobs = [GroupStore(store) for _ in calls]
+    jobs = [MetRank(store) for _ in calls]
 
     def rank_main(rank: int) -> list[str]:
         got = []
@@ -205,7 +204,7 @@ def test_a_rank_that_skips_a_save_meets_the_others_at_the_next_and_is_named_with
 @pytest.mark.slow
 def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next_without_a_time_out() -> None:
     store = dist.HashStore()
-    jobs = [GroupStore(store) for _ in range(3)]
+    jobs = [MetRank(store) for _ in range(3)]
 
     def call(rank: int, step: int, timeout_s: float) -> str:
         channel = Channel(meeting(store, jobs[rank]), rank=rank, world_size=3, label=f"save of step {step}", step=step)
@@ -234,7 +233,7 @@ def test_a_rank_that_skips_saves_after_the_others_gave_up_on_it_joins_their_next
 @pytest.mark.few(1)
 def test_a_rank_that_skips_a_call_meets_the_others_when_all_try_the_same_again(skipping: int, label: str) -> None:
     store = dist.HashStore()
-    jobs = [GroupStore(store) for _ in range(3)]
+    jobs = [MetRank(store) for _ in range(3)]
     step = 0 if label.startswith("save") else None
 
     def call(rank: int, timeout_s: float) -> str:

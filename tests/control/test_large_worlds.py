@@ -18,9 +18,9 @@ from holdfast.control.channel_members import ChannelMembers
 from holdfast.control.deadline import Deadline
 from holdfast.control.key_value_store import KeyValueStore
 from holdfast.control.node_board import NodeBoard
-from holdfast.control.torch_store import GroupStore, TorchMeeting, TorchStore, member_of
+from holdfast.control.torch_store import TorchMeeting, TorchStore, member_of
 from holdfast.errors import DeadlineError, StateError
-from tests.control.test_channel import LABEL, meeting, num_messages, on_ranks, payload, soon, state_error
+from tests.control.test_channel import LABEL, MetRank, meeting, met, num_messages, on_ranks, payload, soon, state_error
 from tests.support.ranks import RankDiedError, RanksFailedError, run_ranks
 
 T = TypeVar("T")
@@ -49,11 +49,14 @@ class CountedStore:
 class PlayedMeeting(TorchMeeting):
     """The meeting of one of many ranks that a single thread plays."""
 
-    def __init__(self, job: GroupStore, number: int, requests: Counter[str], board: NodeBoard) -> None:
-        super().__init__(job, "test", number, deadline=soon())
+    def __init__(self, job: MetRank, requests: Counter[str], board: NodeBoard) -> None:
+        super().__init__(met(job), deadline=soon())
         self._requests = requests
         self._node_board = board
-        self.store = cast("KeyValueStore", CountedStore(self.store, requests))
+
+    @property
+    def store(self) -> KeyValueStore:
+        return cast("KeyValueStore", CountedStore(super().store, self._requests))
 
     @property
     def board(self) -> NodeBoard:
@@ -74,19 +77,18 @@ class PlayedWorld:
         self.world_size = world_size
         self.store = dist.HashStore()
         self._nbytes = nbytes
-        self._jobs = [GroupStore(self.store) for _ in range(world_size)]
+        self._jobs = [MetRank(self.store) for _ in range(world_size)]
         self._boards = []
         for node in range(-(-world_size // NODE_SIZE)):
             (memory / str(node)).mkdir()
             self._boards.append(NodeBoard(memory / str(node)))
-        self._number = 0
 
     def exchange(self, num_exchanges: int) -> list[Counter[str]]:
         """Do one operation, and return the requests of each rank."""
         requests = [Counter[str]() for _ in range(self.world_size)]
         channels = [
             Channel(
-                PlayedMeeting(self._jobs[rank], self._number, requests[rank], self._boards[rank // NODE_SIZE]),
+                PlayedMeeting(self._jobs[rank], requests[rank], self._boards[rank // NODE_SIZE]),
                 rank=rank,
                 world_size=self.world_size,
                 label=LABEL,
@@ -94,7 +96,6 @@ class PlayedWorld:
             )
             for rank in range(self.world_size)
         ]
-        self._number += 1
         # A rank comes after those for which it waits.
         upwards = sorted(channels, key=lambda channel: (channel.rank % GROUP_SIZE == 0, channel.rank == 0))
         message = bytes(self._nbytes)
@@ -166,7 +167,7 @@ def test_contributions_of_any_size_arrive(tmp_path: Path) -> None:
 
 def test_an_operation_removes_the_last_broadcast_of_the_one_before() -> None:
     store = dist.HashStore()
-    jobs = [GroupStore(store) for _ in range(4)]
+    jobs = [MetRank(store) for _ in range(4)]
 
     def body(channel: Channel) -> bytes:
         place = meeting(store, jobs[channel.rank])
@@ -182,7 +183,7 @@ def exchange_in_pairs(killed: int, phase: int) -> tuple[str, float]:
     """Exchange three times, in groups of two ranks; the rank `killed` ends before the given one."""
     member = member_of(None)
     assert member is not None
-    place = TorchMeeting(member.job, member.name, member.job.next_number(member.name), deadline=soon())
+    place = TorchMeeting(member, deadline=soon())
     channel = Channel(place, rank=member.rank, world_size=member.world_size, label=LABEL, group_size=2)
     start_s = time.monotonic()
     for number in range(3):

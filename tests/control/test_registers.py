@@ -10,7 +10,7 @@ from holdfast.control.torch_store import GroupStore, Member
 
 def registers_in(store: dist.Store) -> SharedRegisters:
     """The registers of the only rank of a job, whose process group was just made."""
-    return SharedRegisters(Member(GroupStore(store), "holdfast", 0, 1), "saves", timeout_s=10.0)
+    return SharedRegisters(Member(GroupStore(store), "holdfast", rank=0, world_size=1), "saves", timeout_s=10.0)
 
 
 def test_the_first_value_that_is_claimed_stays() -> None:
@@ -36,3 +36,11 @@ def test_ranks_that_make_their_process_group_again_do_not_find_the_values_of_an_
     earlier.foreground.claim("verdict", b"yes")
     earlier.leave()
     assert registers_in(store).foreground.read("verdict") is None
+
+
+def test_each_loop_of_a_job_has_registers_of_its_own() -> None:
+    store = dist.HashStore()
+    member = Member(GroupStore(store), "holdfast", rank=0, world_size=1)
+    earlier, later = (SharedRegisters(member, "saves", timeout_s=10.0) for _ in range(2))
+    earlier.foreground.claim("verdict", b"yes")
+    assert later.foreground.read("verdict") is None

@@ -199,9 +199,11 @@ def test_ranks_that_save_while_others_load_are_told(tmp_path: Path) -> None:
     assert [place for _, place in outcomes] == ["2.1", "2.1"]
 
 
-def stay_away(run: str, absent: int) -> tuple[Told, float, str]:
-    """One rank comes only when the others have given up."""
+def stay_away(run: str, absent: int, is_first: bool) -> tuple[Told, float, str]:
+    """One rank comes only when the others have given up, in the first operation of the process group or a later one."""
     start_new_job()
+    if not is_first:
+        save_small(run, 0)
     if dist.get_rank() == absent:
         dist.barrier()
     start = time.monotonic()
@@ -213,12 +215,24 @@ def stay_away(run: str, absent: int) -> tuple[Told, float, str]:
 
 
 def test_a_rank_that_stays_away_is_named_in_time_and_told_when_it_comes(tmp_path: Path) -> None:
-    outcomes = run_ranks(3, stay_away, str(tmp_path / "run"), 1)
+    outcomes = run_ranks(3, stay_away, str(tmp_path / "run"), 1, False)
     error = same_on_all([error for error, _, _ in outcomes])
     assert (error.kind, error.code, error.absent) == ("DeadlineError", "timeout.ranks", (1,))
     assert "rank 1 did not reach 'describe' of save of step 1 within 2 s" in error.text
     assert all(seconds < 8 for _, seconds, _ in outcomes)
     assert len({place for _, _, place in outcomes}) == 1
+
+
+def test_a_rank_that_stays_away_from_the_first_call_joins_the_second(tmp_path: Path) -> None:
+    outcomes = run_ranks(3, stay_away, str(tmp_path / "run"), 1, True)
+    late = outcomes.pop(1)
+    error = same_on_all([error for error, _, _ in outcomes])
+    assert (error.kind, error.code, error.absent) == ("DeadlineError", "timeout.ranks", (1,))
+    # It meets the others in their next call, while it still makes the one on which they gave up.
+    assert (late[0].kind, late[0].code) == ("ConfigurationError", "config.call_order")
+    assert "rank 1 is in 'describe' of save of step 1 while rank 0 is in 'describe' of save of step 2" in late[0].text
+    assert all(seconds < 8 for _, seconds, _ in (late, *outcomes))
+    assert {place for _, _, place in outcomes} == {late[2]}
 
 
 def test_a_coordinator_that_stays_away_is_named(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from holdfast.checkpointer.disk_room import once_it_fits
 from holdfast.checkpointer.early_memory import prepare_saves
 from holdfast.checkpointer.events import EventListener, StateRestored
 from holdfast.checkpointer.failed_saves import FailedSaves
-from holdfast.checkpointer.first_save import check_loaded
+from holdfast.checkpointer.first_save import check_first_step
 from holdfast.checkpointer.found_run import FoundRun
 from holdfast.checkpointer.handle import Handle
 from holdfast.checkpointer.loaded_before import loaded_before
@@ -516,8 +516,9 @@ class Checkpointer:
             if self._policy is None:
                 raise no_policy(verb, self._run.url)
             self._find_run()
-            if verb == "step" and self._restored is None and not self._takeover:
-                check_loaded(self._run, self._policy, group=self._group, timeout_s=self._timeout_s)
+            if verb == "step" and self._restored is None:
+                continued = None if self._takeover else self._run
+                check_first_step(continued, self._policy, group=self._group, timeout_s=self._timeout_s)
             self._loop = Loop(self._policy, self._run, self._signals, group=self._group, memory=self._memory)
             self._loop.preemption.patience_s = self._timeout_s
             if self._is_first_rank:

@@ -54,15 +54,21 @@ def check_first_save(
     channel.await_readers(deadline)
 
 
-def check_loaded(run: Location, policy: SavePolicy, *, group: ProcessGroup | None, timeout_s: float) -> None:
-    """Raise, on all ranks, the error with which the first save of a loop would end that has not restored from a `run`
-    with a history; or the error that the policies of their loops differ. Collective."""
+def check_first_step(
+    continued: Location | None, policy: SavePolicy, *, group: ProcessGroup | None, timeout_s: float
+) -> None:
+    """Raise, on all ranks, the error with which the first save of a loop would end that has restored nothing, if the
+    run that it `continued` has a history (None for one that is taken over); or the error that the policies of their
+    loops differ. Collective."""
     deadline = Deadline(timeout_s)
     channel = default_channel("first step", group, deadline=deadline)
 
     def check() -> LoopRules:
-        if channel.rank == 0:
-            with TimedStore(open_store(run), timeout_s=deadline.for_storage_s) as storage, suppress(NotFoundError):
+        if channel.rank == 0 and continued is not None:
+            with (
+                TimedStore(open_store(continued), timeout_s=deadline.for_storage_s) as storage,
+                suppress(NotFoundError),
+            ):
                 JOB.check_loaded(Run.open(storage))
         return LoopRules.of(policy)
 

@@ -21,7 +21,8 @@ from holdfast.checkpointer.request_trigger import RequestTrigger
 from holdfast.checkpointer.restore_report import RestoreReport
 from holdfast.checkpointer.shared_wishes import SharedWishes, WishesOfOne, WishesOfRanks
 from holdfast.checkpointer.signals import SignalNote
-from holdfast.control.torch_store import member_of
+from holdfast.control.deadline import Deadline
+from holdfast.control.torch_store import default_channel, member_of
 from holdfast.errors import ConfigurationError
 from holdfast.phases import LOG
 from holdfast.policy.pace import Choice
@@ -152,6 +153,8 @@ class Loop:
         self.preemption.arm()
         if self._wishes.is_stale:
             self._wishes.close()
+            deadline = Deadline(self.preemption.patience_s)
+            default_channel(f"step {step}", self._group, deadline=deadline).confirm("meeting", b"", deadline)
             self._wishes = _wishes_of(self._group, "saves")
         agreed = self._wishes.enter(step, patience_s=self.preemption.known_left_s)
         if agreed is not None and agreed.ends:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from holdfast.agreement.lead import Lead
-from holdfast.agreement.step_ahead import ProposedStep, Registers, StepAhead
+from holdfast.agreement.step_ahead import ProposedStep, StepAhead
 from holdfast.checkpointer.rounds import Rounds
 from holdfast.control.registers import SharedRegisters
 from holdfast.control.torch_store import Member, is_current
@@ -85,7 +85,8 @@ class WishesOfOne:
 
 class WishesOfRanks:
     """The wishes of the ranks of a job, which agree on a step ahead (`StepAhead`). `use` names what they agree on. Make
-    it on all ranks, in the same order among the calls of the library."""
+    it on all ranks, in the same order among the calls of the library. The ranks agree on nothing before they have
+    exchanged a message."""
 
     def __init__(self, member: Member, use: str) -> None:
         poll_s = max(_POLL_S, member.world_size / _MAX_POLLS_PER_S)
@@ -100,7 +101,7 @@ class WishesOfRanks:
         self._member = member
         #: This rank proposes nothing before this time.
         self._silent_until_s = 0.0
-        self._rounds = Rounds(_Listener(self._ahead, self._registers.background, poll_s).look, name=f"holdfast-{use}")
+        self._rounds = Rounds(_Listener(self._ahead, self._registers, poll_s).look, name=f"holdfast-{use}")
 
     def enter(self, step: int, *, patience_s: float) -> ProposedStep | None:
         """As `SharedWishes.enter`."""
@@ -128,6 +129,7 @@ class WishesOfRanks:
         ahead = step + self._lead.steps
         if (
             self._proposed is None
+            and self._registers.has_joined
             and self._ahead.is_idle(until=ahead)
             and (scheduled is None or ahead < scheduled)
             and time.monotonic() >= self._silent_until_s
@@ -165,7 +167,8 @@ class WishesOfRanks:
         """As `SharedWishes.close`."""
         self._rounds.close()
         try:
-            self._registers.foreground.claim(_LEFT, str(self._member.rank).encode())
+            if self._registers.has_joined:
+                self._registers.foreground.claim(_LEFT, str(self._member.rank).encode())
         except StorageError as error:
             _log.debug("the other ranks do not hear that this rank has ended its loop: %s", error)
         self._registers.leave()
@@ -185,7 +188,7 @@ class WishesOfRanks:
 class _Listener:
     """Answers the proposals of all ranks, every `poll_s`, until the process group is gone."""
 
-    def __init__(self, ahead: StepAhead, registers: Registers, poll_s: float) -> None:
+    def __init__(self, ahead: StepAhead, registers: SharedRegisters, poll_s: float) -> None:
         self._ahead = ahead
         self._registers = registers
         self._poll_s = poll_s
@@ -196,7 +199,7 @@ class _Listener:
         if not dist.is_initialized():
             return None
         try:
-            while self._ahead.look(self._registers):
+            while self._registers.has_joined and self._ahead.look(self._registers.background):
                 pass
         except HoldfastError as error:
             if not self._has_warned and dist.is_initialized():

@@ -9,12 +9,16 @@ removes what all have read, when it makes its next broadcast or awaits the reade
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from typing import Final, Protocol
 
 from holdfast.control.envelopes import Broadcast
 from holdfast.control.mailbox import Mailbox
 from holdfast.control.meeting import Meeting
 from holdfast.control.unread import mark_read
+
+#: Time that rank 0 gives the others to read the end of an operation: its process may serve the store, and end then.
+_READ_S: Final = 2.0
 
 
 class Broadcasts(Protocol):
@@ -94,6 +98,14 @@ class SharedBroadcasts:
 
     def _name(self, number: int) -> str:
         return f"{self._meeting.name}/{_key(number)}"
+
+
+def await_readers(broadcasts: Broadcasts, number: int) -> None:
+    """Return when all ranks have read broadcast `number`, or after `_READ_S`."""
+    end_s, pause_s = time.monotonic() + _READ_S, _READ_S / 4000
+    while broadcasts.is_unread(number) and time.monotonic() < end_s:
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _READ_S / 400)
 
 
 def _key(number: int) -> str:

@@ -17,6 +17,8 @@ So an operation that succeeds, or fails with an error that a rank reported, leav
 several groups, rank 0 removes the last broadcast of an operation in its next one, unless it awaits the readers.) An
 operation that ran into a deadline leaves its last messages, so that a late rank still finds rank 0's verdict.
 
+Before its first message, each rank joins the attempt of the job that rank 0 is in (`holdfast.control.attempt`).
+
 Each rank numbers its operations, and the number is part of their keys. A rank that skipped an operation would stay one
 number behind for ever, and every later operation would run into its deadline. But the ranks that waited for it have
 left a message under the number that it uses next: rank 0's verdict on the skipped operation or, where rank 0 itself
@@ -36,7 +38,7 @@ from typing import Any, Final, NamedTuple, TypeVar, overload
 
 import msgspec
 
-from holdfast.control.broadcasts import Broadcasts, CountedBroadcasts, SharedBroadcasts
+from holdfast.control.broadcasts import Broadcasts, CountedBroadcasts, SharedBroadcasts, await_readers
 from holdfast.control.channel_errors import (
     is_ahead,
     late,
@@ -64,13 +66,7 @@ from holdfast.control.mailbox import Mailbox, packed
 from holdfast.control.meeting import Meeting
 from holdfast.control.processes import Process
 from holdfast.decoding import decode_msgpack
-from holdfast.errors import (
-    DeadlineError,
-    ErrorWire,
-    HoldfastError,
-    StorageError,
-    from_wire,
-)
+from holdfast.errors import DeadlineError, ErrorWire, HoldfastError, StorageError, from_wire
 
 #: Ranks per group; worlds that are larger gather in two levels.
 GROUP_SIZE: Final = 64
@@ -79,8 +75,6 @@ GROUP_SIZE: Final = 64
 _PATIENCE_S: Final = 30.0
 #: Time within which ranks that try an operation again together all enter it.
 _TOGETHER_S: Final = 0.5
-#: Time that rank 0 gives the others to read the end of an operation: its process may serve the store, and end then.
-_READ_S: Final = 2.0
 
 #: The key of an alarm, and the interval of looks at it: longer in large jobs.
 _ALARM: Final = "alarm"
@@ -189,7 +183,7 @@ class Channel:
 
     def broadcast(self, phase: str, outcome: Outcome | None, deadline: Deadline) -> bytes:
         """Send rank 0's `outcome` to every rank (the others pass None). Every rank returns the payload, or raises the
-        error.
+        error. Not for the first message of an operation: ranks join the attempt while rank 0 gathers.
 
         Raises `DeadlineError` naming rank 0 on ranks that rank 0 did not reach in time.
         """
@@ -304,13 +298,13 @@ class Channel:
         return max(_ALARM_LOOK_S, self.world_size / _MAX_LOOKS_PER_S)
 
     def await_readers(self, deadline: Deadline) -> None:
-        """On rank 0, return when all ranks have read the last broadcast, or after `_READ_S`. Call it at the end of an
+        """On rank 0, return when all ranks have read the last broadcast, or after 2 s. Call it at the end of an
         operation: the process of rank 0 may serve the store, and end with this operation. Never raises `StorageError`:
         the operation is over, and the next one reports a store that does not answer.
         """
         if self.rank == 0 and self.world_size > 1:
             try:
-                self._ask(self._await_readers, deadline)
+                self._ask(lambda: await_readers(self._downs, self._num_broadcasts - 1), deadline)
             except (StorageError, DeadlineError) as error:
                 _log.debug("%s: rank 0 does not know whether all ranks have read the result: %s", self.label, error)
 
@@ -344,7 +338,7 @@ class Channel:
             if rank in awaited.ranks:
                 awaited.tell(rank, error)
             leader = self._leader_of(rank)
-            if leader != self.rank:
+            if leader != self.rank and self._num_gathers > 0:
                 # The first rank of its group waits for it, and may not know that it will not come.
                 number = self._num_gathers - 1
                 inbox = self._told.setdefault((number, leader), self._inbox(number, leader))
@@ -379,6 +373,7 @@ class Channel:
             return error
 
     def _gather(self, phase: str, outcome: Outcome, deadline: Deadline) -> list[RankEnvelope] | None:
+        self._join(phase, deadline)
         number, self._num_gathers = self._num_gathers, self._num_gathers + 1
         up = self._up(phase, outcome, is_first=number == 0)
         if number == 0 and self.world_size > 1 and self._meeting is not None and not self._is_second:
@@ -395,8 +390,20 @@ class Channel:
         except HoldfastError as error:
             self._send_down(phase, error)
             raise
+        if self.world_size > 1:
+            self._met.note_all()
         self._compare(ups, phase, deadline, is_first=number == 0)
         return ups
+
+    def _join(self, phase: str, deadline: Deadline) -> None:
+        """Return when this rank has joined the attempt of rank 0."""
+        if self.rank == 0:
+            return
+        self._awaited = _Awaited(phase, (0,), lambda _rank, _error: self._met.stop_joining())
+        if not self._met.join(deadline.remaining_s(graces=2)):
+            missed = late([0], self._what(phase), deadline.timeout_s, "", self.members)
+            raise self.members.given_up.get(0, missed)
+        self._awaited = None
 
     def _report_group(self, number: int, own: RankEnvelope, deadline: Deadline) -> None:
         """Collect and send the contributions of the group whose first rank is this one."""
@@ -499,7 +506,7 @@ class Channel:
         """The ranks that have not come in time, as `awaited` finds them, which waits so many seconds for them. In the
         first exchange a rank may have made no call at all, so this warns early which ranks are awaited."""
         early_s = min(timeout_s, _PATIENCE_S) if is_first else timeout_s
-        absent = awaited(early_s)
+        absent = self._met.await_ranks(awaited, early_s) if self.rank == 0 else awaited(early_s)
         if early_s == timeout_s or not absent:
             return absent
         who = self.members.names(absent)
@@ -516,14 +523,8 @@ class Channel:
         down = Broadcast(up.phase, up.label, up.step, up.payload, up.error, up.process, board)
         self._downs.send(number, down if step is None else msgspec.structs.replace(down, step=step))
 
-    def _await_readers(self) -> None:
-        number = self._num_broadcasts - 1
-        end_s, pause_s = time.monotonic() + _READ_S, _READ_S / 4000
-        while self._downs.is_unread(number) and time.monotonic() < end_s:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _READ_S / 400)
-
     def _receive_down(self, phase: str, deadline: Deadline) -> Broadcast:
+        self._join(phase, deadline)
         number, self._num_broadcasts = self._num_broadcasts, self._num_broadcasts + 1
         meeting, downs = self._met, self._downs
 

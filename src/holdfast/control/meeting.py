@@ -20,6 +20,21 @@ T = TypeVar("T")
 class Meeting(Protocol):
     """The meeting point of the ranks of one operation. Only one thread at a time uses it."""
 
+    def join(self, timeout_s: float) -> bool:
+        """On another rank than 0: join the attempt of the job that rank 0 is in (`holdfast.control.attempt`). Returns
+        at once where this rank has joined. False where rank 0 did not answer in time, or after `stop_joining`. Call it
+        inside `ask`."""
+
+    def stop_joining(self) -> None:
+        """Let `join` end. May be called while an `ask` is under way."""
+
+    def await_ranks(self, awaited: Callable[[float], list[int]], timeout_s: float) -> list[int]:
+        """On rank 0: wait by `awaited`, which waits so many seconds for ranks and returns those that are absent, and
+        return its last result. Meanwhile let ranks join. Call it inside `ask`."""
+
+    def note_all(self) -> None:
+        """On rank 0: all ranks have joined. Call it inside `ask`."""
+
     @property
     def store(self) -> KeyValueStore:
         """A store that holds the keys of this operation alone. Make its requests inside `ask`."""

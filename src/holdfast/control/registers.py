@@ -19,7 +19,7 @@ class StoreRegisters:
     answer within `timeout_s`.
     """
 
-    def __init__(self, prefix: str, connect: Callable[[], StoreConnection], *, timeout_s: float) -> None:
+    def __init__(self, prefix: Callable[[], str], connect: Callable[[], StoreConnection], *, timeout_s: float) -> None:
         self._prefix = prefix
         self._connect = connect
         self._timeout_s = timeout_s
@@ -42,35 +42,40 @@ class StoreRegisters:
 
     def _ask(self, request: Callable[[TorchStore], T]) -> T:
         connection = self._connect()
-        store = TorchStore(dist.PrefixStore(self._prefix, connection.client), blocking=connection.is_own)
+        store = TorchStore(dist.PrefixStore(self._prefix(), connection.client), blocking=connection.is_own)
         return connection.requests.ask(lambda: request(store), self._timeout_s)
 
 
 class SharedRegisters:
     """The registers of one use by a group of ranks, which all make these objects in the same order. `foreground` is for
-    the thread that calls the library, `background` for one thread beside it, which ends with `leave`.
-
-    The store itself counts the uses of each rank. A process group that is destroyed and made again may have the same
-    store, in which the registers of an earlier use still stand."""
+    the thread that calls the library, `background` for one thread beside it, which ends with `leave`. Use them only
+    when this rank `has_joined`."""
 
     def __init__(self, member: Member, use: str, *, timeout_s: float) -> None:
-        self._job = member.job
+        self._member = member
+        self._use = f"{use}/{member.attempt.next_use(use)}"
         self._timeout_s = timeout_s
-        self._own = self._job.in_background(self, timeout_s)
-        uses = StoreRegisters(f"{member.name}/{use}", self._in_foreground, timeout_s=timeout_s)
-        prefix = f"{member.name}/{use}/{uses.count(str(member.rank))}"
-        self.foreground = StoreRegisters(prefix, self._in_foreground, timeout_s=timeout_s)
-        self.background = StoreRegisters(prefix, self._in_background, timeout_s=timeout_s)
+        self._own = member.job.in_background(self, timeout_s)
+        self.foreground = StoreRegisters(self._prefix, self._in_foreground, timeout_s=timeout_s)
+        self.background = StoreRegisters(self._prefix, self._in_background, timeout_s=timeout_s)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank has exchanged a message with the others, so that it knows where their registers are."""
+        return self._member.attempt.has_joined
 
     def leave(self) -> None:
         """Release the connection of the background thread for other uses."""
         self._own.let_go(self)
 
     def _in_foreground(self) -> StoreConnection:
-        return self._job.connection(self._timeout_s)
+        return self._member.job.connection(self._timeout_s)
 
     def _in_background(self) -> StoreConnection:
         """The connection of the background thread; a new one where a request hangs in the last."""
         if self._own.requests.is_busy:
-            self._own = self._job.in_background(self, self._timeout_s)
+            self._own = self._member.job.in_background(self, self._timeout_s)
         return self._own
+
+    def _prefix(self) -> str:
+        return f"{self._member.name}/{self._member.attempt.name}/{self._use}"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from holdfast.control.channel import Channel
 from holdfast.control.channel_members import ChannelMembers
 from holdfast.control.deadline import Deadline
-from holdfast.control.torch_store import GroupStore, TorchMeeting
+from holdfast.control.torch_store import GroupStore, Member, TorchMeeting
 
 
 class StoreGroup:
@@ -19,10 +19,9 @@ class StoreGroup:
         self.world_size = world_size
         self.members = members
         self._store = store
-        self._job = GroupStore(store)
+        self._member = Member(GroupStore(store), "holdfast-jobs", rank, world_size)
 
     def channel(self, label: str, *, deadline: Deadline) -> Channel:
         """A channel between all ranks of the group, for one operation."""
-        name = "holdfast-jobs"
-        meeting = TorchMeeting(self._job, name, self._job.next_number(name), deadline=deadline)
+        meeting = TorchMeeting(self._member, deadline=deadline)
         return Channel(meeting, rank=self.rank, world_size=self.world_size, label=label, members=self.members)

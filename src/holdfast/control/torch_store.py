@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
@@ -15,6 +14,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from holdfast.control.attempt import Attempt
 from holdfast.control.channel import Channel
 from holdfast.control.deadline import Deadline
 from holdfast.control.key_value_store import KeyValueStore
@@ -166,7 +166,7 @@ class StoreConnection:
 
 
 class GroupStore:
-    """One process's view of a process group's store: its connections, the count of operations per group of ranks, and
+    """One process's view of a process group's store: its connections, its part in the attempt per group of ranks, and
     the processes of those ranks."""
 
     def __init__(self, store: dist.Store) -> None:
@@ -174,7 +174,7 @@ class GroupStore:
         self._store = ref(store)
         self._connection: StoreConnection | None = None
         self._in_background: list[StoreConnection] = []
-        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._attempts: dict[str, Attempt] = {}
         self._processes: dict[str, dict[int, Process]] = defaultdict(dict)
         self._boards: dict[str, NodeBoard] = defaultdict(NodeBoard)
         self._unread: dict[str, UnreadBroadcasts] = defaultdict(UnreadBroadcasts)
@@ -206,9 +206,11 @@ class GroupStore:
         connection.user = ref(user)
         return connection
 
-    def next_number(self, members: str) -> int:
-        """The number of the next operation of the group `members`."""
-        return next(self._numbers[members])
+    def attempt(self, members: str, rank: int) -> Attempt:
+        """The part of this process, which is `rank` of the group `members`, in the attempt of that group."""
+        if members not in self._attempts:
+            self._attempts[members] = Attempt() if rank else Attempt.new()
+        return self._attempts[members]
 
     def processes(self, members: str) -> dict[int, Process]:
         """The known processes of a group, by rank; updated in place."""
@@ -234,41 +236,84 @@ class GroupStore:
 _jobs: WeakKeyDictionary[dist.Store, GroupStore] = WeakKeyDictionary()
 
 
+class Member(NamedTuple):
+    """This process as one of a group of ranks: its view of the job's store, the key prefix of the group (`name`), and
+    its rank in the group."""
+
+    job: GroupStore
+    name: str
+    rank: int
+    world_size: int
+
+    @property
+    def attempt(self) -> Attempt:
+        """The part of this process in the attempt of its group."""
+        return self.job.attempt(self.name, self.rank)
+
+
 class TorchMeeting:
-    """A `Meeting` at a process group's store. `members` is a key prefix that is unique to the group of ranks."""
+    """A `Meeting` of a process group at its store, for the next operation of `member`, or for operation `number`."""
 
     def __init__(
-        self, job: GroupStore, members: str, number: int, *, deadline: Deadline, background: bool = False
+        self, member: Member, number: int | None = None, *, deadline: Deadline, background: bool = False
     ) -> None:
-        self._job = job
-        self._members = members
-        self._number = number
+        self._member = member
+        self._attempt = member.attempt
+        # Count the operation even where the store does not answer: the other ranks count it too.
+        self._number = self._attempt.next_number() if number is None else number
         self._deadline = deadline
-        timeout_s = deadline.remaining_s()
+        self._is_background = background
+        timeout_s, job = deadline.remaining_s(), member.job
         self._connection = job.in_background(self, timeout_s) if background else job.connection(timeout_s)
-        self.name = f"{number}" + ("/background" if background else "")
-        self._prefix = f"{members}/{self.name}"
-        self.store: KeyValueStore = self._at(self._prefix)
+
+    def join(self, timeout_s: float) -> bool:
+        """As `Meeting.join`."""
+        if self._number is None:
+            self._number = self._attempt.join(self._at(self._member.name), timeout_s)
+        return self._number is not None
+
+    def stop_joining(self) -> None:
+        """As `Meeting.stop_joining`."""
+        job, name = self._member.job, self._member.name
+        self._attempt.stop(lambda key, value: job.beside(lambda store: store.claim(f"{name}/{key}", value)))
+
+    def await_ranks(self, awaited: Callable[[float], list[int]], timeout_s: float) -> list[int]:
+        """As `Meeting.await_ranks`."""
+        return self._attempt.await_ranks(self._at(self._member.name), self._joined, awaited, timeout_s)
+
+    def note_all(self) -> None:
+        """As `Meeting.note_all`."""
+        self._attempt.note_all(self._at(self._member.name))
+
+    @property
+    def name(self) -> str:
+        """As `Meeting.name`."""
+        return f"{self._number}" + ("/background" if self._is_background else "")
+
+    @property
+    def store(self) -> KeyValueStore:
+        """As `Meeting.store`."""
+        return self._at(self._prefix)
 
     @property
     def processes(self) -> dict[int, Process]:
         """As `Meeting.processes`."""
-        return self._job.processes(self._members)
+        return self._member.job.processes(self._member.name)
 
     @property
     def root(self) -> KeyValueStore:
         """As `Meeting.root`."""
-        return self._at(self._members)
+        return self._at(self._root)
 
     @property
     def board(self) -> NodeBoard:
         """As `Meeting.board`."""
-        return self._job.board(self._members)
+        return self._member.job.board(self._member.name)
 
     @property
     def unread(self) -> UnreadBroadcasts:
         """As `Meeting.unread`."""
-        return self._job.unread(self._members)
+        return self._member.job.unread(self._member.name)
 
     def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
         """As `Meeting.ask`."""
@@ -276,11 +321,11 @@ class TorchMeeting:
 
     def claim(self, key: str, value: bytes) -> None:
         """As `Meeting.claim`."""
-        self._job.beside(lambda store: store.claim(f"{self._prefix}/{key}", value))
+        self._member.job.beside(lambda store: store.claim(f"{self._prefix}/{key}", value))
 
     def append(self, key: str, value: bytes) -> None:
         """As `Meeting.append`."""
-        self._job.beside(lambda store: store.append(f"{self._prefix}/{key}", value))
+        self._member.job.beside(lambda store: store.append(f"{self._prefix}/{key}", value))
 
     def announce(self, rank: int, label: str) -> None:
         """As `Meeting.announce`."""
@@ -294,24 +339,37 @@ class TorchMeeting:
     def has_come_again(self, rank: int, label: str) -> bool:
         """As `Meeting.has_come_again`."""
         place = self._place(rank)
-        return place is not None and place[0] > self._number and place[1] == label
+        return place is not None and place[0] > self._joined and place[1] == label
 
     def next(self) -> TorchMeeting:
         """As `Meeting.next`."""
-        number = self._job.next_number(self._members)
-        return TorchMeeting(self._job, self._members, number, deadline=self._deadline)
+        return TorchMeeting(self._member, deadline=self._deadline)
 
     def in_background(self) -> TorchMeeting:
         """As `Meeting.in_background`."""
-        return TorchMeeting(self._job, self._members, self._number, deadline=self._deadline, background=True)
+        return TorchMeeting(self._member, self._number, deadline=self._deadline, background=True)
 
     def leave(self) -> None:
         """As `Meeting.leave`."""
         self._connection.let_go(self)
 
     @property
+    def _joined(self) -> int:
+        """The number of the operation, once this rank has joined."""
+        assert self._number is not None, "this rank has joined"
+        return self._number
+
+    @property
+    def _root(self) -> str:
+        return f"{self._member.name}/{self._attempt.name}"
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self._root}/{self.name}"
+
+    @property
     def _places(self) -> TorchStore:
-        return self._at(f"{self._members}/at")
+        return self._at(f"{self._root}/at")
 
     def _place(self, rank: int) -> tuple[int, str] | None:
         """The number and the label of the last operation that `rank` entered; None before its first."""
@@ -323,7 +381,9 @@ class TorchMeeting:
 
     def _at(self, prefix: str) -> TorchStore:
         connection = self._connection
-        return TorchStore(dist.PrefixStore(prefix, connection.client), blocking=connection.is_own)
+        # While rank 0 lets ranks join, it waits for a moment at a time; torch logs each wait in the store that is over.
+        blocking = connection.is_own and not self._attempt.is_open
+        return TorchStore(dist.PrefixStore(prefix, connection.client), blocking=blocking)
 
 
 def check_group(group: object) -> None:
@@ -367,19 +427,8 @@ def default_channel(
     member = member_of(group)
     if member is None:
         return Channel(None, rank=0, world_size=1, label=label, step=step)
-    # Count the operation even where the store does not answer: the other ranks count it too.
-    meeting = TorchMeeting(member.job, member.name, member.job.next_number(member.name), deadline=deadline)
+    meeting = TorchMeeting(member, deadline=deadline)
     return Channel(meeting, rank=member.rank, world_size=member.world_size, label=label, step=step)
-
-
-class Member(NamedTuple):
-    """This process as one of a group of ranks: its view of the job's store, the key prefix of the group (`name`), and
-    its rank in the group."""
-
-    job: GroupStore
-    name: str
-    rank: int
-    world_size: int
 
 
 def member_of(group: dist.ProcessGroup | None) -> Member | None:
@@ -396,21 +445,8 @@ def member_of(group: dist.ProcessGroup | None) -> Member | None:
     job = _jobs.get(store)
     if job is None:
         job = _jobs[store] = GroupStore(store)
-    name = _PREFIX + _attempt() + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
+    name = _PREFIX + ("" if group is None else "-" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16])
     return Member(job, name, ranks.index(dist.get_rank()), len(ranks))
-
-
-def _attempt() -> str:
-    """A part of all keys that tells apart the restarts of a job in one store.
-
-    ``torchrun --max-restarts`` on one node keeps one store for all of them, with what the ranks of the last one had not
-    read when they died. Where a job has several nodes, each counts its own restarts, so their ranks do not agree on the
-    number. torch 2.13 keeps one store for all restarts of such a job too, unless its user sets
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as the guide to lost nodes says.
-    """
-    is_on_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    number = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"-restart-{number}" if is_on_one_node and number != "0" else ""
 
 
 def is_current(member: Member) -> bool:
