@@ -227,6 +227,18 @@ def test_a_job_that_is_fenced_commits_nothing(run: Run, saved: Saved) -> None:
     assert run.head() is None
 
 
+def test_a_checkpoint_that_was_committed_before_a_newer_epoch_is_not_given_up(run: Run, saved: Saved) -> None:
+    """A keeper that looked again after another one had committed gave its part up, and the copies that it held: the
+    next restore read storage, although the nodes had all of the checkpoint."""
+    sealing = Sealing(saved.generation)
+    for slot in saved.slots:
+        sealing.seal(slot)
+        persist_in(run, sealing, slot)
+    committed = commit(run, sealing, [])
+    run.open_epoch(after=1, opened_from=saved.generation.place, why="resume", world_size=2, incarnation="1" * 32)
+    assert commit(run, sealing, []) == committed
+
+
 def test_a_generation_is_there_once_and_whole(saved: Saved, folders: list[NodeFolder]) -> None:
     write_generation(folders[0], saved.generation)
     assert generation_ids(folders[0]) == [CHECKPOINT]

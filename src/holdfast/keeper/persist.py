@@ -24,7 +24,7 @@ from holdfast.node_disk.disk_folder import DiskPart
 from holdfast.node_disk.disk_store import NODE_DISK
 from holdfast.node_memory.generations import Generation
 from holdfast.node_memory.slots import Contents, Slot, SlotFile, SlotRecord, SlotState
-from holdfast.run.complete import StoredManifest, check_file, finish, missing_files, sealed_file
+from holdfast.run.complete import StoredManifest, check_file, committed_before_fence, finish, missing_files, sealed_file
 from holdfast.run.history import Run
 from holdfast.run.still_files import StoredFile
 from holdfast.store.base import Bytes, FileReader, FileWriter
@@ -280,10 +280,12 @@ def commit(run: Run, sealing: Sealing, written: Iterable[FileSeal]) -> Commit | 
     else return None. Files that this process has `written` are not read again.
 
     Raises:
-        FencedError: another job opened a newer epoch of the run, or the checkpoint was given up.
+        FencedError: another job opened a newer epoch of the run before anybody committed the checkpoint, or it was
+            given up.
         CorruptError: a file does not fit the manifest.
     """
-    run.check_fence(sealing.generation.place.epoch)
+    if (done := committed_before_fence(run, sealing.stored)) is not None:
+        return done
     if missing_files(run.storage, sealing.stored):
         return None
     known = {seal.name: seal for seal in written}

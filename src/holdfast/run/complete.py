@@ -243,10 +243,23 @@ def _is_there(storage: Store, stored: StoredManifest, name: str) -> bool:
     return any(storage.nbytes(stored.key(each)) is not None for each in names)
 
 
+def committed_before_fence(run: Run, stored: StoredManifest) -> Commit | None:
+    """The commit of the checkpoint, if another process has made it before a newer epoch was opened; None if no newer
+    epoch was. Raises `FencedError` where the checkpoint was not committed before. One request, mostly."""
+    place = stored.manifest.place
+    try:
+        run.check_fence(place.epoch)
+    except FencedError:
+        if run.is_committed(place) and (commit := run.commit(place)).checkpoint == stored.folder:
+            return commit
+        raise
+    return None
+
+
 def check_can_commit(run: Run, stored: StoredManifest) -> None:
-    """Raise `FencedError` where a checkpoint can never be committed: a newer epoch was opened, or the checkpoint was
-    removed. Two requests."""
-    run.check_fence(stored.manifest.place.epoch)
+    """Raise `FencedError` where a checkpoint is not committed and never can be: a newer epoch was opened, or the
+    checkpoint was removed. Two requests."""
+    committed_before_fence(run, stored)
     if run.is_removed(stored.manifest.place):
         raise _given_up(run.storage.path(stored.key(fmt.NAME)), "removed", stored)
 
