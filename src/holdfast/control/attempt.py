@@ -57,6 +57,11 @@ class Attempt:
         """Whether this rank knows the name."""
         return bool(self.name)
 
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank has joined, and on rank 0, whether all others have."""
+        return self.has_joined and not self.is_open
+
     def next_number(self) -> int | None:
         """The number of the next operation; None before this rank has joined, because rank 0 then tells it."""
         if not self.has_joined:
