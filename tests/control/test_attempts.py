@@ -239,3 +239,23 @@ def test_operations_are_counted_from_the_one_in_which_a_rank_joined() -> None:
     first.await_ranks(store, 2, lambda _: [], 1.0)
     assert other.join(store, 1.0) == 2
     assert (first.next_number(), other.next_number()) == (3, 3)
+
+
+def test_a_call_that_was_interrupted_while_it_waited_for_rank_0_does_not_join_beside_the_next() -> None:
+    """After Ctrl-C, the thread of the first call took the answer and sent its message; the next call waited for the
+    answer until "the store of the process group does not answer"."""
+    store = TorchStore(dist.HashStore(), blocking=False)
+    first, other = Attempt.new(), Attempt()
+    with ThreadPoolExecutor(2) as threads:
+        interrupted = threads.submit(other.join, store, 20.0)
+        while not store.check("hello"):
+            time.sleep(0.001)
+        said = len(store.get("hello"))
+        following = threads.submit(other.join, store, 5.0)
+        while len(store.get("hello")) == said and not following.done():
+            time.sleep(0.001)
+        number = first.next_number()
+        assert number == 0
+        first.await_ranks(store, number, lambda _: [] if following.done() and interrupted.done() else [1], 20.0)
+        assert (interrupted.result(), following.result()) == (None, 0)
+    assert (first.next_number(), other.next_number()) == (1, 1)

@@ -43,6 +43,8 @@ class Attempt:
         self.is_open = is_open
         self._id = secrets.token_bytes(_ID_NBYTES)
         self._has_said_hello = False
+        #: Whether a thread is in `join` with the present id.
+        self._is_joining = False
         self._num_operations = 0
         self._uses: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._answered: set[bytes] = set()
@@ -75,20 +77,32 @@ class Attempt:
 
     def join(self, store: KeyValueStore, timeout_s: float) -> int | None:
         """Join the attempt, and return the number of the operation that rank 0 is in. None where rank 0 did not answer
-        in time, or `stop` was called; the next call goes on waiting for rank 0."""
-        if not self._has_said_hello:
-            store.append(_HELLO, self._id)
-            self._has_said_hello = True
-        welcome = _welcome(self._id)
-        if not store.wait([welcome], timeout_s):
-            return None
-        answer = store.get(welcome).decode()
-        store.delete(welcome)
-        if not answer:
-            return None
-        self.name, number = answer.split()
-        self._num_operations = int(number) + 1
-        return int(number)
+        in time, or `stop` was called; the next call goes on waiting for rank 0.
+
+        A caller may stop waiting (Ctrl-C), and call this again while the thread of its earlier call is still here. That
+        thread then joins nothing, or it has joined already: the operation that it is in counts."""
+        if self.has_joined:
+            return self.next_number()
+        if self._is_joining:
+            self._id, self._has_said_hello = secrets.token_bytes(_ID_NBYTES), False
+        rank_id, self._is_joining = self._id, True
+        try:
+            if not self._has_said_hello:
+                store.append(_HELLO, rank_id)
+                self._has_said_hello = True
+            welcome = _welcome(rank_id)
+            if not store.wait([welcome], timeout_s):
+                return None
+            answer = store.get(welcome).decode()
+            store.delete(welcome)
+            if not answer or self._id != rank_id:
+                return None
+            self.name, number = answer.split()
+            self._num_operations = int(number) + 1
+            return int(number)
+        finally:
+            if self._id == rank_id:
+                self._is_joining = False
 
     def stop(self, claim: Callable[[str, bytes], object]) -> None:
         """Let a `join` of another thread end. `claim` stores a value under a key, unless the key exists."""
