@@ -233,9 +233,47 @@ def test_a_rank_knows_the_registers_of_a_job_when_it_has_joined() -> None:
 def test_operations_are_counted_from_the_one_in_which_a_rank_joined() -> None:
     store = TorchStore(dist.HashStore(), blocking=False)
     first, other = Attempt.new(), Attempt()
-    assert other.next_number() is None
-    assert [first.next_number() for _ in range(3)] == [0, 1, 2]
-    assert other.join(store, 0.01) is None
+    assert [first.next_count() for _ in range(3)] == [0, 1, 2]
+    count = other.next_count()
+    assert not other.join(store, count, 0.01)
     first.await_ranks(store, 2, lambda _: [], 1.0)
-    assert other.join(store, 1.0) == 2
-    assert (first.next_number(), other.next_number()) == (3, 3)
+    assert other.join(store, count, 1.0)
+    assert (first.number_of(2), other.number_of(count)) == (2, 2)
+    assert (first.number_of(first.next_count()), other.number_of(other.next_count())) == (3, 3)
+
+
+def test_a_first_operation_may_begin_before_another_one_inside_it_lets_ranks_join() -> None:
+    """A save of a state whose ``state_dict`` loads something: in a job's first save, the ranks waited for each other
+    until the deadline."""
+    store = dist.HashStore()
+
+    def rank_main(rank: int) -> tuple[bytes, ...]:
+        mine = member(store, rank)
+        outer, inner = (
+            channel(TorchMeeting(mine, deadline=soon()), rank, label) for label in ("save of step 700", "load")
+        )
+        return tuple(
+            each.exchange("plan", b"%d" % rank, b"".join, Deadline(5.0))
+            for each in (inner, outer, channel(TorchMeeting(mine, deadline=soon()), rank, "load"))
+        )
+
+    assert on_all_ranks(rank_main) == [(b"0123",) * 3] * WORLD_SIZE
+
+
+def test_a_call_that_was_interrupted_while_it_waited_for_rank_0_does_not_join_beside_the_next() -> None:
+    """After Ctrl-C, the thread of the first call took the answer and sent its message; the next call waited for the
+    answer until "the store of the process group does not answer"."""
+    store = TorchStore(dist.HashStore(), blocking=False)
+    first, other = Attempt.new(), Attempt()
+    with ThreadPoolExecutor(2) as threads:
+        interrupted = threads.submit(other.join, store, other.next_count(), 20.0)
+        while not store.check("hello"):
+            time.sleep(0.001)
+        said, count = len(store.get("hello")), other.next_count()
+        following = threads.submit(other.join, store, count, 5.0)
+        while len(store.get("hello")) == said and not following.done():
+            time.sleep(0.001)
+        number = first.number_of(first.next_count())
+        first.await_ranks(store, number, lambda _: [] if following.done() and interrupted.done() else [1], 20.0)
+        assert (interrupted.result(), following.result()) == (False, True)
+    assert other.number_of(count) == number

@@ -102,6 +102,8 @@ class Loop:
         self._next: int | None = None
         #: Whether the state was restored since the last step ended.
         self._was_restored = False
+        #: Whether the ranks have to exchange a message first. It stays True where that fails, on all ranks alike.
+        self._must_meet = False
         _loops[self._key] = self
 
     @property
@@ -151,11 +153,7 @@ class Loop:
         self._was_restored = False
         JOB.note_trained()
         self.preemption.arm()
-        if self._wishes.is_stale:
-            self._wishes.close()
-            deadline = Deadline(self.preemption.patience_s)
-            default_channel(f"step {step}", self._group, deadline=deadline).confirm("meeting", b"", deadline)
-            self._wishes = _wishes_of(self._group, "saves")
+        self._meet(f"step {step}")
         agreed = self._wishes.enter(step, patience_s=self.preemption.known_left_s)
         if agreed is not None and agreed.ends:
             self.preemption.agree(age_s=agreed.age_s)
@@ -203,12 +201,11 @@ class Loop:
     def breaks_off(self) -> bool:
         """Whether all ranks break off their evaluation, of which each has just done the same part, because one of them
         has heard of a preemption."""
-        if self._evaluation is None or self._evaluation.is_stale:
-            if self._evaluation is not None:
-                self._evaluation.close()
-            self._evaluation = _wishes_of(self._group, "evaluations")
         if self.preemption.has_ended:
             return True
+        self._meet("evaluation")
+        if self._evaluation is None:
+            self._evaluation = _wishes_of(self._group, "evaluations")
         self._part += 1
         agreed = self._evaluation.enter(self._part, patience_s=self.preemption.known_left_s)
         reason = self.preemption.reason
@@ -255,14 +252,32 @@ class Loop:
     def close(self) -> None:
         """The loop has ended."""
         _loops.pop(self._key, None)
-        for wishes in (self._wishes, self._evaluation):
-            if wishes is not None:
-                wishes.close()
+        self._close_wishes()
         self.preemption.close()
         for auto in self._autos:
             auto.close()
         for request in self._requests:
             request.close()
+
+    def _meet(self, place: str) -> None:
+        """Exchange a message with the other ranks, unless their present process group has seen one: they agree on
+        nothing before. `place` names what all of them are about to do."""
+        is_stale = self._wishes.is_stale
+        self._must_meet |= is_stale or not self._wishes.has_met
+        if not self._must_meet:
+            return
+        if is_stale:
+            self._close_wishes()
+        deadline = Deadline(self.preemption.patience_s)
+        default_channel(place, self._group, deadline=deadline).confirm("meeting", b"", deadline)
+        if is_stale:
+            self._wishes, self._evaluation = _wishes_of(self._group, "saves"), None
+        self._must_meet = False
+
+    def _close_wishes(self) -> None:
+        for wishes in (self._wishes, self._evaluation):
+            if wishes is not None:
+                wishes.close()
 
 
 def _wishes_of(group: ProcessGroup | None, use: str) -> SharedWishes:

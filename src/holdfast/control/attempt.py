@@ -43,7 +43,11 @@ class Attempt:
         self.is_open = is_open
         self._id = secrets.token_bytes(_ID_NBYTES)
         self._has_said_hello = False
+        #: Whether a thread is in `join` with the present id.
+        self._is_joining = False
         self._num_operations = 0
+        #: What the numbers of rank 0 have in addition to this rank's counts; known with the name.
+        self._ahead = 0
         self._uses: dict[str, Iterator[int]] = defaultdict(itertools.count)
         self._answered: set[bytes] = set()
 
@@ -57,33 +61,53 @@ class Attempt:
         """Whether this rank knows the name."""
         return bool(self.name)
 
-    def next_number(self) -> int | None:
-        """The number of the next operation; None before this rank has joined, because rank 0 then tells it."""
-        if not self.has_joined:
-            return None
+    @property
+    def has_met(self) -> bool:
+        """Whether this rank has joined, and on rank 0, whether all others have."""
+        return self.has_joined and not self.is_open
+
+    def next_count(self) -> int:
+        """This rank's count of the next operation. Operations may begin inside others, before this rank has joined."""
         self._num_operations += 1
         return self._num_operations - 1
+
+    def number_of(self, count: int) -> int:
+        """The number of the operation that has this `count` on this rank, which has joined: the same on all ranks."""
+        return count + self._ahead
 
     def next_use(self, use: str) -> int:
         """How often this rank has called this for `use` before."""
         return next(self._uses[use])
 
-    def join(self, store: KeyValueStore, timeout_s: float) -> int | None:
-        """Join the attempt, and return the number of the operation that rank 0 is in. None where rank 0 did not answer
-        in time, or `stop` was called; the next call goes on waiting for rank 0."""
-        if not self._has_said_hello:
-            store.append(_HELLO, self._id)
-            self._has_said_hello = True
-        welcome = _welcome(self._id)
-        if not store.wait([welcome], timeout_s):
-            return None
-        answer = store.get(welcome).decode()
-        store.delete(welcome)
-        if not answer:
-            return None
-        self.name, number = answer.split()
-        self._num_operations = int(number) + 1
-        return int(number)
+    def join(self, store: KeyValueStore, count: int, timeout_s: float) -> bool:
+        """Join the attempt, if this rank has not: the operation with this `count` is the one that rank 0 is in. False
+        where rank 0 did not answer in time, or `stop` was called; the next call goes on waiting for rank 0.
+
+        A caller may stop waiting (Ctrl-C), and call this again while the thread of its earlier call is still here. That
+        thread then joins nothing, or it has joined already: the operation that it is in counts."""
+        if self.has_joined:
+            return True
+        if self._is_joining:
+            self._id, self._has_said_hello = secrets.token_bytes(_ID_NBYTES), False
+        rank_id, self._is_joining = self._id, True
+        try:
+            if not self._has_said_hello:
+                store.append(_HELLO, rank_id)
+                self._has_said_hello = True
+            welcome = _welcome(rank_id)
+            if not store.wait([welcome], timeout_s):
+                return False
+            answer = store.get(welcome).decode()
+            store.delete(welcome)
+            if not answer or self._id != rank_id:
+                return False
+            name, number = answer.split()
+            self._ahead = int(number) - count
+            self.name = name
+            return True
+        finally:
+            if self._id == rank_id:
+                self._is_joining = False
 
     def stop(self, claim: Callable[[str, bytes], object]) -> None:
         """Let a `join` of another thread end. `claim` stores a value under a key, unless the key exists."""

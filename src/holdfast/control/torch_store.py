@@ -252,15 +252,16 @@ class Member(NamedTuple):
 
 
 class TorchMeeting:
-    """A `Meeting` of a process group at its store, for the next operation of `member`, or for operation `number`."""
+    """A `Meeting` of a process group at its store, for the next operation of `member`, or for the one with this
+    `count`."""
 
     def __init__(
-        self, member: Member, number: int | None = None, *, deadline: Deadline, background: bool = False
+        self, member: Member, count: int | None = None, *, deadline: Deadline, background: bool = False
     ) -> None:
         self._member = member
         self._attempt = member.attempt
         # Count the operation even where the store does not answer: the other ranks count it too.
-        self._number = self._attempt.next_number() if number is None else number
+        self._count = self._attempt.next_count() if count is None else count
         self._deadline = deadline
         self._is_background = background
         timeout_s, job = deadline.remaining_s(), member.job
@@ -268,9 +269,7 @@ class TorchMeeting:
 
     def join(self, timeout_s: float) -> bool:
         """As `Meeting.join`."""
-        if self._number is None:
-            self._number = self._attempt.join(self._at(self._member.name), timeout_s)
-        return self._number is not None
+        return self._attempt.has_joined or self._attempt.join(self._at(self._member.name), self._count, timeout_s)
 
     def stop_joining(self) -> None:
         """As `Meeting.stop_joining`."""
@@ -279,7 +278,7 @@ class TorchMeeting:
 
     def await_ranks(self, awaited: Callable[[float], list[int]], timeout_s: float) -> list[int]:
         """As `Meeting.await_ranks`."""
-        return self._attempt.await_ranks(self._at(self._member.name), self._joined, awaited, timeout_s)
+        return self._attempt.await_ranks(self._at(self._member.name), self._number, awaited, timeout_s)
 
     def note_all(self) -> None:
         """As `Meeting.note_all`."""
@@ -339,7 +338,7 @@ class TorchMeeting:
     def has_come_again(self, rank: int, label: str) -> bool:
         """As `Meeting.has_come_again`."""
         place = self._place(rank)
-        return place is not None and place[0] > self._joined and place[1] == label
+        return place is not None and place[0] > self._number and place[1] == label
 
     def next(self) -> TorchMeeting:
         """As `Meeting.next`."""
@@ -347,17 +346,16 @@ class TorchMeeting:
 
     def in_background(self) -> TorchMeeting:
         """As `Meeting.in_background`."""
-        return TorchMeeting(self._member, self._number, deadline=self._deadline, background=True)
+        return TorchMeeting(self._member, self._count, deadline=self._deadline, background=True)
 
     def leave(self) -> None:
         """As `Meeting.leave`."""
         self._connection.let_go(self)
 
     @property
-    def _joined(self) -> int:
+    def _number(self) -> int:
         """The number of the operation, once this rank has joined."""
-        assert self._number is not None, "this rank has joined"
-        return self._number
+        return self._attempt.number_of(self._count)
 
     @property
     def _root(self) -> str:
