@@ -65,6 +65,7 @@ def test_what_one_rank_decides_for_all_may_differ(run: str) -> None:
     assert run_ranks(2, train, run, policies, (9, 9), "steps") == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_timeout_of_a_save_that_a_policy_asked_for_names_the_suspicion(run: str) -> None:
     told = run_ranks(2, train, run, (EverySteps(3), EverySteps(100)), (5, 5), "restore and step")
     assert told[0].startswith("timeout.ranks: ")

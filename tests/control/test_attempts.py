@@ -126,7 +126,7 @@ def exchange_all(store: dist.Store, label: str) -> list[str]:
 
 
 @pytest.mark.parametrize("label", ["save of step 700", "save of step 900"])
-@pytest.mark.parametrize("victim", range(WORLD_SIZE))
+@pytest.mark.parametrize("victim", [0, 1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 3))])
 def test_a_restarted_job_reads_nothing_that_the_killed_one_has_left(victim: int, label: str) -> None:
     """A rank took the verdict on a save of the last attempt for that on its own, and the restarted job died of it."""
     store = dist.HashStore()

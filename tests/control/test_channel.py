@@ -209,6 +209,7 @@ def test_an_alarm_reaches_ranks_before_the_next_exchange_and_leaves_no_key_behin
     assert num_messages(store, 3) == 0
 
 
+@pytest.mark.slow
 def test_the_store_does_not_grow_over_a_thousand_rounds() -> None:
     store = dist.HashStore()
     largest = 0

@@ -92,6 +92,7 @@ def publish_to_nobody(port: int, others: int) -> tuple[str, str, bool]:
     return raised.value.code, str(raised.value), time.monotonic() - began < 100  # of 300 s
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_reached_is_named_at_once_on_all_ranks() -> None:
     with socket.socket() as taken:  # bound, and not listening: connections to it are refused
         taken.bind(("127.0.0.1", 0))
@@ -110,6 +111,7 @@ def test_a_worker_that_does_not_come_is_called_by_its_engine_and_num_workers_is_
     assert "By num_workers, engine 1 has 3 workers: correct that if it is wrong." in error.action
 
 
+@pytest.mark.slow
 def test_engines_with_more_or_fewer_workers_than_num_workers_are_refused_at_once() -> None:
     began = time.monotonic()
     fewer = refused(engine(2, num_workers=2), num_workers=[3])
