@@ -277,3 +277,33 @@ def test_a_call_that_was_interrupted_while_it_waited_for_rank_0_does_not_join_be
         first.await_ranks(store, number, lambda _: [] if following.done() and interrupted.done() else [1], 20.0)
         assert (interrupted.result(), following.result()) == (False, True)
     assert other.number_of(count) == number
+
+
+def test_a_call_of_rank_0_that_was_interrupted_before_all_ranks_came_lets_nobody_join_it() -> None:
+    """After Ctrl-C, the thread of rank 0's first call went on answering beside its second one. A rank that read its
+    answer waited in the first call, and rank 0 in the second, until their deadlines."""
+    store = dist.HashStore()
+    first = member(store, 0)
+    interrupted, late = TorchMeeting(first, deadline=soon()), TorchMeeting(member(store, 1), deadline=soon())
+    waiting, come = Event(), Event()
+
+    def awaited(limit_s: float) -> list[int]:
+        waiting.set()
+        return [] if come.wait(limit_s) else [1]
+
+    def ctrl_c() -> None:
+        if waiting.is_set():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted.ask(lambda: interrupted.await_ranks(awaited, 20.0), 20.0, meanwhile=ctrl_c)
+    assert not late.join(0.5)
+    following = TorchMeeting(first, deadline=soon())
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(
+            following.ask, lambda: following.await_ranks(awaited, 20.0), 20.0, meanwhile=lambda: None
+        )
+        assert late.join(20.0)
+        come.set()
+        assert answered.result() == []
+    assert late.name == following.name

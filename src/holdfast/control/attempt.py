@@ -114,12 +114,19 @@ class Attempt:
         claim(_welcome(self._id), b"")
 
     def await_ranks(
-        self, store: KeyValueStore, number: int, awaited: Callable[[float], list[int]], timeout_s: float
+        self,
+        store: KeyValueStore,
+        number: int,
+        awaited: Callable[[float], list[int]],
+        timeout_s: float,
+        *,
+        is_left: Callable[[], bool] = lambda: False,
     ) -> list[int]:
         """On rank 0, in operation `number`: wait for ranks by `awaited`, which waits so many seconds and returns those
-        that are still absent, and return its last result. Meanwhile answer the ranks that say hello."""
+        that are still absent, and return its last result. Meanwhile answer the ranks that say hello, unless the caller
+        of the operation `is_left`: it has stopped waiting, and its next operation answers them."""
         start_s = time.monotonic()
-        while self.is_open:
+        while self.is_open and not is_left():
             self._answer(store, number)
             waited_s = time.monotonic() - start_s
             pause_s = min(max(_PAUSE_SHARE * waited_s, _MIN_PAUSE_S), _MAX_PAUSE_S)

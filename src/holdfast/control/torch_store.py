@@ -264,6 +264,8 @@ class TorchMeeting:
         self._count = self._attempt.next_count() if count is None else count
         self._deadline = deadline
         self._is_background = background
+        #: Whether the caller of `ask` has stopped waiting (Ctrl-C), and its request goes on.
+        self._is_left = False
         timeout_s, job = deadline.remaining_s(), member.job
         self._connection = job.in_background(self, timeout_s) if background else job.connection(timeout_s)
 
@@ -278,7 +280,8 @@ class TorchMeeting:
 
     def await_ranks(self, awaited: Callable[[float], list[int]], timeout_s: float) -> list[int]:
         """As `Meeting.await_ranks`."""
-        return self._attempt.await_ranks(self._at(self._member.name), self._number, awaited, timeout_s)
+        store = self._at(self._member.name)
+        return self._attempt.await_ranks(store, self._number, awaited, timeout_s, is_left=lambda: self._is_left)
 
     def note_all(self) -> None:
         """As `Meeting.note_all`."""
@@ -316,7 +319,11 @@ class TorchMeeting:
 
     def ask(self, call: Callable[[], T], timeout_s: float, *, meanwhile: Callable[[], None]) -> T:
         """As `Meeting.ask`."""
-        return self._connection.requests.ask(call, timeout_s, meanwhile=meanwhile)
+        requests = self._connection.requests
+        try:
+            return requests.ask(call, timeout_s, meanwhile=meanwhile)
+        finally:
+            self._is_left = requests.is_busy
 
     def claim(self, key: str, value: bytes) -> None:
         """As `Meeting.claim`."""
