@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast import Checkpointer, EveryTime, OnPreemption
+from holdfast import Checkpointer, EveryTime, OnPreemption, save
+from holdfast.errors import DeadlineError
 from tests.checkpointer.test_policies import committed
 from tests.support.models import start_new_job
 from tests.support.ranks import run_ranks
@@ -86,3 +87,27 @@ def test_a_notice_breaks_off_an_evaluation_in_a_new_process_group(run: str) -> N
     assert first[0] == second[0] < 400
     assert max(first[1], second[1]) < ENOUGH_S
     assert committed(run) == [1]
+
+
+def evaluate_after_a_call_that_one_rank_missed(run: str) -> float:
+    """The other ranks have joined in that call; returns the seconds of the evaluation and the steps after it."""
+    start_new_job()
+    state = {"w": torch.zeros(5)}
+    if dist.get_rank() != 2:
+        with pytest.raises(DeadlineError):
+            save(run, state, 0, timeout_s=1.0)
+    dist.barrier()
+    start_s = time.monotonic()
+    with Checkpointer(run, state, memory=None, save=EveryTime(0.1), timeout_s=20.0) as own:
+        assert list(own.interruptible(range(3))) == [0, 1, 2]
+        for step in range(NUM_STEPS):
+            time.sleep(0.02)
+            own.step(step)
+    return time.monotonic() - start_s
+
+
+def test_ranks_that_joined_in_a_call_that_another_one_missed_do_not_leave_it_out_of_the_loop(run: str) -> None:
+    """They went on alone, and rank 0 and the other one waited for them in each step until the deadline."""
+    seconds = run_ranks(3, evaluate_after_a_call_that_one_rank_missed, run)
+    assert committed(run)
+    assert max(seconds) < NUM_STEPS * 0.02 + ENOUGH_S

@@ -102,8 +102,9 @@ class Loop:
         self._next: int | None = None
         #: Whether the state was restored since the last step ended.
         self._was_restored = False
-        #: Whether the ranks have to exchange a message first. It stays True where that fails, on all ranks alike.
-        self._must_meet = False
+        #: Whether the ranks have to exchange a message before they agree on anything. Each loop does so once, because
+        #: ranks may have joined in an earlier call that failed for others.
+        self._must_meet = True
         _loops[self._key] = self
 
     @property
@@ -120,7 +121,7 @@ class Loop:
         parity, that does not protect it any more, so that step is saved to memory, which the nodes of this job protect.
         """
         self._next = restored.next_step
-        self._was_restored = True
+        self._was_restored, self._must_meet = True, False
         if self._has_parity and restored.tier == "peer memory":
             self._wish_of_all = Wish("parity protects the restored checkpoint no longer", memory_only=True)
 
@@ -260,10 +261,10 @@ class Loop:
             request.close()
 
     def _meet(self, place: str) -> None:
-        """Exchange a message with the other ranks, unless their present process group has seen one: they agree on
-        nothing before. `place` names what all of them are about to do."""
+        """Exchange a message with the other ranks, unless this loop has done so in their present process group: they
+        agree on nothing before. `place` names what all of them are about to do."""
         is_stale = self._wishes.is_stale
-        self._must_meet |= is_stale or not self._wishes.has_met
+        self._must_meet |= is_stale
         if not self._must_meet:
             return
         if is_stale:

@@ -55,10 +55,6 @@ class SharedWishes(Protocol):
     def is_stale(self) -> bool:
         """Whether the ranks have got another process group since, so that they need other `SharedWishes`."""
 
-    @property
-    def has_met(self) -> bool:
-        """Whether all ranks have exchanged a message in their process group. They agree on nothing before."""
-
     def close(self) -> None:
         """The loop has ended."""
 
@@ -82,11 +78,6 @@ class WishesOfOne:
     def is_stale(self) -> bool:
         """As `SharedWishes.is_stale`."""
         return False
-
-    @property
-    def has_met(self) -> bool:
-        """As `SharedWishes.has_met`."""
-        return True
 
     def close(self) -> None:
         """As `SharedWishes.close`."""
@@ -171,11 +162,6 @@ class WishesOfRanks:
     def is_stale(self) -> bool:
         """As `SharedWishes.is_stale`."""
         return not is_current(self._member)
-
-    @property
-    def has_met(self) -> bool:
-        """As `SharedWishes.has_met`."""
-        return self._member.attempt.has_met
 
     def close(self) -> None:
         """As `SharedWishes.close`."""

@@ -61,11 +61,6 @@ class Attempt:
         """Whether this rank knows the name."""
         return bool(self.name)
 
-    @property
-    def has_met(self) -> bool:
-        """Whether this rank has joined, and on rank 0, whether all others have."""
-        return self.has_joined and not self.is_open
-
     def next_count(self) -> int:
         """This rank's count of the next operation. Operations may begin inside others, before this rank has joined."""
         self._num_operations += 1
