@@ -170,7 +170,14 @@ KEEPER_MUTATIONS = [
     Mutation(  # commit unfenced
         "keeper/test_persist.py::test_a_job_that_is_fenced_commits_nothing",
         "keeper/persist.py",
-        "    run.check_fence(sealing.generation.place.epoch)\n",
+        "    if (done := committed_before_fence(run, sealing.stored)) is not None:\n        return done\n",
+        "",
+    ),
+    Mutation(  # give up what another keeper has committed
+        "keeper/test_persist.py::test_a_checkpoint_that_was_committed_before_a_newer_epoch_is_not_given_up",
+        "run/complete.py",
+        "        if run.is_committed(place) and (commit := run.commit(place)).checkpoint == stored.folder:\n"
+        "            return commit\n",
         "",
     ),
     Mutation(  # commit missing files
