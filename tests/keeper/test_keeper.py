@@ -24,7 +24,7 @@ from holdfast.keeper import daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
 from holdfast.keeper.log import LIMIT_NBYTES
-from holdfast.keeper.persist import Sealing, commit, persist
+from holdfast.keeper.persist import Sealing, persist
 from holdfast.node_memory import file_locks
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import generation_ids
@@ -35,7 +35,7 @@ from holdfast.run.history import Run
 from holdfast.signing import KEYS
 from holdfast.store.posix import PosixStore
 from holdfast.store.timed import TimedStore
-from tests.keeper.test_persist import Saved, assert_loads, persist_in
+from tests.keeper.test_persist import Saved, assert_loads
 from tests.support.keepers import keeper_of
 from tests.support.nursery import until
 
@@ -313,19 +313,6 @@ def test_what_is_fenced_is_given_up_with_the_reason(run: Run, saved: Saved, fold
     until(lambda: not (keeper.look() or keeper.owes))
     assert states(saved) == {SlotState.FENCED}
     assert "epoch" in saved.slots[0].record.error
-    keeper.close()
-
-
-def test_what_another_node_has_committed_is_not_fenced(run: Run, saved: Saved, folder: NodeFolder) -> None:
-    sealing = Sealing(saved.generation)
-    for slot in saved.slots:
-        sealing.seal(slot)
-        persist_in(run, sealing, slot)
-    commit(run, sealing, [])
-    run.open_epoch(after=1, opened_from=saved.generation.place, why="resume", world_size=2, incarnation="1" * 32)
-    keeper = Keeper(folder)
-    until(lambda: not (keeper.look() or keeper.owes))
-    assert states(saved) == {SlotState.COMMITTED}
     keeper.close()
 
 

@@ -22,7 +22,7 @@ from holdfast.format.records import FileSeal, Place
 from holdfast.keeper import client, daemon, writing
 from holdfast.keeper.client import ensure_keeper
 from holdfast.keeper.daemon import Keeper
-from holdfast.keeper.persist import Sealing, persist, publish_manifest
+from holdfast.keeper.persist import Sealing, commit, persist, publish_manifest
 from holdfast.node_memory import slots
 from holdfast.node_memory.claims import Claim
 from holdfast.node_memory.generations import (
@@ -43,7 +43,7 @@ from holdfast.store.retry_budget import RetryBudget
 from holdfast.store.timed import TimedStore
 from tests.keeper import test_keeper
 from tests.keeper.test_keeper import states
-from tests.keeper.test_persist import Saved
+from tests.keeper.test_persist import Saved, persist_in
 from tests.support.faulty_storage import FaultyStore
 from tests.support.keepers import keeper_of
 from tests.support.nursery import until
@@ -340,6 +340,19 @@ def test_a_store_that_fails_to_publish_is_an_error(
         publish_manifest(storage, sealing)
         with pytest.raises(StorageError, match=r"storage\.io"):
             persist(storage, sealing, slot)
+
+
+def test_what_another_node_has_committed_is_not_fenced(run: Run, saved: Saved, folder: NodeFolder) -> None:
+    sealing = Sealing(saved.generation)
+    for slot in saved.slots:
+        sealing.seal(slot)
+        persist_in(run, sealing, slot)
+    commit(run, sealing, [])
+    run.open_epoch(after=1, opened_from=saved.generation.place, why="resume", world_size=2, incarnation="1" * 32)
+    keeper = Keeper(folder)
+    until(lambda: not (keeper.look() or keeper.owes))
+    assert states(saved) == {SlotState.COMMITTED}
+    keeper.close()
 
 
 def test_nothing_is_written_into_a_run_that_was_begun_anew_at_the_same_path(

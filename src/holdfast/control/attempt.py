@@ -71,7 +71,7 @@ class Attempt:
         return count + self._ahead
 
     def next_use(self, use: str) -> int:
-        """How often this rank has called this for `use` before."""
+        """The number of times that this rank has called this for `use` before."""
         return next(self._uses[use])
 
     def join(self, store: KeyValueStore, count: int, timeout_s: float) -> bool:
