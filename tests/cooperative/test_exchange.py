@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import secrets
@@ -24,7 +25,7 @@ from holdfast.errors import CorruptError
 from holdfast.geometry import Int64s
 from holdfast.io.jobs import DataFile, Extent, ReadJob
 from holdfast.plan.exchange import Bandwidths, Chunks, divide_job_reads, divide_reads
-from holdfast.store.base import Bytes
+from holdfast.store.base import Bytes, FileReader
 from holdfast.store.posix import PosixStore
 
 CHUNK = 16
@@ -57,20 +58,27 @@ def bytes_of(runs: Int64s) -> set[tuple[int, int]]:
     return {(file, byte) for file, start, stop in runs.tolist() for byte in range(start, stop)}
 
 
-def divided(needs: dict[int, Int64s], first_file: int = 0) -> Chunks:
+def divided(needs: dict[int, Int64s], first_file: int = 0, num_chunks: int = 0) -> Chunks:
+    """The reads of ranks, by requests of up to `num_chunks` chunks."""
     ranks = sorted(needs)
-    return divide_reads(ranks, [needs[rank] for rank in ranks], chunk_nbytes=CHUNK, first_file=first_file)
+    return divide_reads(
+        ranks,
+        [needs[rank] for rank in ranks],
+        chunk_nbytes=CHUNK,
+        request_nbytes=num_chunks * CHUNK,
+        first_file=first_file,
+    )
 
 
 def rows(chunks: Chunks) -> Int64s:
     return np.stack([chunks.files, chunks.starts, chunks.stops], axis=1)
 
 
-@given(needs(), st.integers(0, 4))
+@given(needs(), st.integers(0, 4), st.integers(0, 3))
 def test_each_needed_byte_is_read_once_by_a_rank_that_wants_some_of_the_chunk(
-    needs: dict[int, Int64s], first_file: int
+    needs: dict[int, Int64s], first_file: int, num_chunks: int
 ) -> None:
-    chunks = divided(needs, first_file)
+    chunks = divided(needs, first_file, num_chunks)
     read = [(file, byte) for file, start, stop in rows(chunks).tolist() for byte in range(start, stop)]
     assert len(read) == len(set(read))
     assert set(read) == set().union(*map(bytes_of, needs.values()))
@@ -97,6 +105,27 @@ def test_what_all_want_is_divided_evenly() -> None:
     chunks = divided(dict.fromkeys(range(4), everything))
     assert np.bincount(chunks.leaders).tolist() == [16, 16, 16, 16]
     assert chunks.consumers(5) == [rank for rank in range(4) if rank != chunks.leaders[5]]
+
+
+def test_a_rank_reads_all_chunks_of_a_request_that_all_want() -> None:
+    everything = np.asarray([(0, 0, 40 * CHUNK), (1, 0, 24 * CHUNK)], np.int64)
+    chunks = divided(dict.fromkeys(range(2), everything), num_chunks=8)
+    assert [set(part) for part in np.split(chunks.leaders, 8)] == [{0}, {1}] * 4
+
+
+def test_a_request_ends_where_other_ranks_want_what_follows_and_where_the_file_ends() -> None:
+    first = np.asarray([(0, 0, 12 * CHUNK), (1, 0, 30 * CHUNK)], np.int64)
+    second = np.asarray([(0, 2 * CHUNK, 12 * CHUNK), (1, 0, 30 * CHUNK)], np.int64)
+    chunks = divided({0: first, 1: second}, num_chunks=4)
+    leaders = chunks.leaders.tolist()
+    assert leaders[:12] == [0, 0, *[1] * 4, *[0] * 4, *[1] * 2]
+    assert leaders[12:] == [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4 + [1] * 4 + [0] * 4 + [1] * 2
+
+
+def test_few_chunks_are_divided_evenly_rather_than_read_by_large_requests() -> None:
+    everything = np.asarray([(0, 0, 16 * CHUNK)], np.int64)
+    chunks = divided(dict.fromkeys(range(4), everything), num_chunks=8)
+    assert np.bincount(chunks.leaders).tolist() == [4, 4, 4, 4]
 
 
 def test_what_one_wants_alone_counts_in_who_reads_the_rest() -> None:
@@ -238,11 +267,50 @@ def test_nothing_of_a_meeting_is_left() -> None:
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-class Job:
-    """Some ranks that want some extents of some files, each with memory of its own to fill."""
+class Streaming:
+    """A `StreamingReader` of a file: it notes its requests, and refuses reads that are not the ones to expect."""
 
-    def __init__(self, folder: Path, contents: list[Bytes], wanted: dict[int, dict[int, list[Extent]]]) -> None:
+    alignment, memory = 1, None
+
+    def __init__(self, reader: FileReader, requests: list[tuple[int, int]]) -> None:
+        self.nbytes = reader.nbytes
+        self._reader = reader
+        self._requests = requests
+        self._left = threading.local()
+
+    def expect(self, start: int, stop: int) -> None:
+        self._requests.append((start, stop))
+        self._left.span = start, stop
+
+    def read_at(self, offset: int, out: Bytes) -> None:
+        at, stop = getattr(self._left, "span", (0, 0))
+        if at == stop:
+            self._requests.append((offset, offset + len(out)))
+        else:
+            assert at == offset
+            assert offset + len(out) <= stop
+            self._left.span = offset + len(out), stop
+        self._reader.read_at(offset, out)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class Job:
+    """Some ranks that want some extents of some files, each with memory of its own to fill. `requests` has the bytes
+    that each request asked for; `request_nbytes` is their largest size."""
+
+    def __init__(
+        self,
+        folder: Path,
+        contents: list[Bytes],
+        wanted: dict[int, dict[int, list[Extent]]],
+        *,
+        request_nbytes: int = 0,
+    ) -> None:
         self.storage = PosixStore(str(folder))
+        self.request_nbytes = request_nbytes
+        self.requests: list[tuple[int, int]] = []
         self.contents = contents
         self.wanted = wanted
         self.filled = {
@@ -267,7 +335,7 @@ class Job:
                 index, offset, data = index + 1, 0, data[len(part) :]
 
         def open_file() -> DataFile:
-            reader = self.storage.reader(f"file-{file}")
+            reader = Streaming(self.storage.reader(f"file-{file}"), self.requests)
             return DataFile(reader, f"file-{file}", 0, len(self.contents[file]), None)
 
         return ReadJob(len(self.contents[file]), open_file, extents, deliver, verify=False)
@@ -275,9 +343,11 @@ class Job:
     def read(self, rank: int, met: Met, needs: dict[int, Int64s]) -> None:
         """The work of one rank."""
         shared, neighbours = met
-        chunks = divide_reads(sorted(needs), [needs[each] for each in sorted(needs)], chunk_nbytes=MIB)
+        of_ranks, size = [needs[each] for each in sorted(needs)], self.request_nbytes
+        chunks = divide_reads(sorted(needs), of_ranks, chunk_nbytes=MIB, request_nbytes=size)
         buffers = [shared.data[at : at + MIB] for at in range(0, shared.data_nbytes, MIB)]
-        reading = SharedReading(self.jobs(rank), chunks, rank, neighbours.others, buffers, corrupt)
+        jobs = self.jobs(rank)
+        reading = SharedReading(jobs, chunks, rank, neighbours.others, buffers, corrupt, request_nbytes=size)
         try:
             reading.run()
         finally:
@@ -321,8 +391,10 @@ def test_every_rank_gets_every_byte_that_it_wants_once(
         for file in files:
             bounds = st.tuples(st.integers(0, sizes[file]), st.integers(0, sizes[file])).map(sorted)
             wanted[rank][file] = sorted(Extent(*pair) for pair in data.draw(st.lists(bounds, max_size=5)))
-    job = Job(tmp_path_factory.mktemp("files"), contents, wanted)
+    request_nbytes = data.draw(st.integers(0, 4)) * MIB
+    job = Job(tmp_path_factory.mktemp("files"), contents, wanted, request_nbytes=request_nbytes)
     assert set(job.run(num_buffers=data.draw(st.integers(1, 4))).values()) == {None}
+    assert all(stop - start <= max(request_nbytes, MIB) for start, stop in job.requests)
     for rank, filled in job.filled.items():
         for file, arrays in filled.items():
             for extent, array in zip(wanted[rank][file], arrays, strict=True):
@@ -340,6 +412,18 @@ def test_one_buffer_each_is_enough(tmp_path: Path) -> None:
     assert set(job.run(num_buffers=1).values()) == {None}
     assert all(np.array_equal(job.filled[rank][0][0], content) for rank in range(3))
     assert sum(job.bytes_read.values()) == len(content)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 3, 8])
+def test_ranks_that_read_for_each_other_ask_for_several_buffers_at_once(tmp_path: Path, num_buffers: int) -> None:
+    content = random_bytes(64 * MIB - 5, 1)
+    wanted = {rank: {0: [Extent(0, len(content))]} for rank in range(2)}
+    job = Job(tmp_path, [content], wanted, request_nbytes=8 * MIB)
+    assert set(job.run(num_buffers=num_buffers).values()) == {None}
+    assert all(np.array_equal(job.filled[rank][0][0], content) for rank in range(2))
+    bounds = [*range(0, len(content), 8 * MIB), len(content)]
+    assert sorted(job.requests) == list(itertools.pairwise(bounds))
+    assert job.bytes_read[0] in (32 * MIB, 32 * MIB - 5)
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -128,7 +128,9 @@ class DataFiles:
                 yield job
 
         with pipeline_pool() as pool:
-            stats = read_files(jobs(), pool=pool, on_corrupt=self.corrupt_block)
+            stats = read_files(
+                jobs(), pool=pool, on_corrupt=self.corrupt_block, request_nbytes=self.capabilities.request_nbytes
+            )
         self.check_read(files)
         return stats
 

@@ -100,7 +100,8 @@ def _bad_blocks(
     # Passed on without its table: the reader would stop at the first bad block, and we want all of them.
     unchecked = DataFile(file.reader, file.path, file.data_start, file.data_nbytes, None)
     job = ReadJob(layout.data_nbytes, lambda: unchecked, [Extent(0, layout.data_nbytes)], take)
-    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block)
+    request_nbytes = checkpoint.capabilities.request_nbytes
+    read_files([job], pool=pool, on_corrupt=checkpoint.corrupt_block, request_nbytes=request_nbytes)
     return sorted(bad)
 
 

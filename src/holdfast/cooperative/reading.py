@@ -229,6 +229,7 @@ class CooperativeReading:
                 corrupt,
                 network=network,
                 num_readers=min(max(num_cores, 1), self._num_readers) if self._is_prompt else self._num_readers,
+                request_nbytes=self._capabilities.request_nbytes,
             )
             shared = self._shared
             self._meter.follow(shared.nbytes, lambda: shared.bytes_read)
@@ -243,10 +244,10 @@ class CooperativeReading:
         needs = [self._needs if rank == self._channel.rank else _rows(others[rank].note) for rank in ranks]
         if self._holders is not None:
             return divide_job_reads([ranks], [needs], 0, chunk_nbytes=BUFFER_NBYTES, holders=self._holders)
-        # The reads of a rank that reads alone need not fit into a buffer: a request may bring several.
-        alone = len(ranks) == 1
-        chunk_nbytes = max(self._capabilities.request_nbytes, BUFFER_NBYTES) if alone else BUFFER_NBYTES
-        return divide_reads(ranks, needs, chunk_nbytes=chunk_nbytes, first_file=first_file)
+        request_nbytes = self._capabilities.request_nbytes
+        return divide_reads(
+            ranks, needs, chunk_nbytes=BUFFER_NBYTES, request_nbytes=request_nbytes, first_file=first_file
+        )
 
     def _idle_jobs(self, chunks: Chunks) -> dict[int, ReadJob]:
         """Jobs for the files that this rank reads for others only."""

@@ -23,7 +23,8 @@ class SharedReading:
     for others.
 
     `others` are the neighbours of `rank`. `buffers` are parts of the memory that they see, each as large as the largest
-    chunk. `network` leads to other nodes, where chunks come from or go to them. `num_readers` threads read.
+    chunk. `network` leads to other nodes, where chunks come from or go to them. `num_readers` threads read,
+    by requests of up to `request_nbytes` where no other node takes part.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SharedReading:
         *,
         network: Transport | None = None,
         num_readers: int = NUM_THREADS,
+        request_nbytes: int = 0,
     ) -> None:
         me = chunks.ranks.index(rank)
         led, wanted = chunks.leaders == me, chunks.wanted[:, me]
@@ -56,6 +58,8 @@ class SharedReading:
             buffers,
             on_corrupt,
             num_readers=num_readers,
+            # Chunks between nodes go and come in their order, from which the requests of several threads would depart.
+            request_nbytes=request_nbytes if network is None else 0,
             transports=self._transports,
             expected={chunk.number: chunk for chunk in expected},
             prepare=in_huge_pages() if others else lambda _: None,

@@ -123,7 +123,8 @@ def read_window(
     read: list[int] = []
     if window.wants:
         jobs = (blocks.shared(job, read.append) for _, job in state.jobs(window.wants, window))
-        read_files(jobs, pool=pool, on_corrupt=state.corrupt_block)
+        request_nbytes = state.capabilities.request_nbytes
+        read_files(jobs, pool=pool, on_corrupt=state.corrupt_block, request_nbytes=request_nbytes)
     return sum(read)
 
 

@@ -219,5 +219,6 @@ class _StateSource:
                 arrays.append(held[offset : offset + box.numel].reshape(box.size))
             at = stop
         jobs = (job for _, job in self._state.jobs(wants, ArrayTargets(arrays)))
-        read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block)
+        request_nbytes = self._state.capabilities.request_nbytes
+        read_files(jobs, pool=self._pool, on_corrupt=self._state.corrupt_block, request_nbytes=request_nbytes)
         self._advance(len(out))

@@ -1,7 +1,8 @@
 """One process's part of a reading: it brings chunks into its buffers, delivers them, and passes them on.
 
 A `ChunkReading` reads chunks from files, or takes them from a `Transport` where another rank has read them. It delivers
-to its targets the bytes that they want, and passes each chunk on to the ranks that want some of it.
+to its targets the bytes that they want, and passes each chunk on to the ranks that want some of it. One thread reads
+chunks that follow each other in a file, so that a store can send them in answer to one request.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -67,11 +68,11 @@ class Origin(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Bytes [start, stop) of the data section of one file; ranks know the chunk by `number`. It is at most one buffer,
-    or one request where no other rank has to do with it.
+    """Bytes [start, stop) of the data section of one file, at most one buffer; ranks know the chunk by `number`.
 
     If there is an `origin`, another rank lends or brings it; else this process reads it from the file. `routes` lead to
-    the ranks that want some of it.
+    the ranks that want some of it. The request that begins with this chunk ends at `expects`: it is 0 where the chunk
+    is the whole request, or continues one.
     """
 
     number: int
@@ -80,6 +81,7 @@ class Chunk(NamedTuple):
     stop: int
     origin: Origin | None = None
     routes: Sequence[Route] = ()
+    expects: int = 0
 
     @property
     def num_borrowers(self) -> int:
@@ -102,9 +104,10 @@ class ChunkReading:
 
     Other ranks lend the `expected` chunks, given by their numbers, through `transports`. These are delivered before
     more chunks are read, because the rank that lends may have no free buffer until then. A chunk is begun only when a
-    buffer is free, and at most `num_readers` are in progress at a time. If a transport copies, one more thread delivers
-    what is lent: all readers may wait in `Transport.bring` for ranks that wait for others to deliver what was lent to
-    them. `prepare` is called with memory before it is filled.
+    buffer is free. Chunks that follow each other in a file are one request of up to `request_nbytes`; at most
+    `num_readers` requests are in progress at a time. If a transport copies, one more thread delivers what is lent: all
+    readers may wait in `Transport.bring` for ranks that wait for others to deliver what was lent to them. `prepare` is
+    called with memory before it is filled.
     """
 
     def __init__(
@@ -114,11 +117,12 @@ class ChunkReading:
         on_corrupt: OnCorrupt,
         *,
         num_readers: int = NUM_THREADS,
+        request_nbytes: int = 0,
         transports: Sequence[Transport] = (),
         expected: Mapping[int, Chunk] = MappingProxyType({}),
         prepare: Callable[[Bytes], None] = lambda _: None,
     ) -> None:
-        self._chunks = iter(chunks)
+        self._requests = _requests(chunks, request_nbytes)
         self._buffers = buffers
         self._on_corrupt = on_corrupt
         self._num_readers = num_readers
@@ -194,35 +198,48 @@ class ChunkReading:
                 self._changed.notify_all()
 
     def _work(self) -> None:
-        while (item := self._take()) is not None:
+        request: deque[Chunk] = deque()  # what is left of the one that this thread reads
+        while (item := self._take(request)) is not None:
             if isinstance(item, Offer):
-                self._deliver(item.chunk, item.chunk.start, item.data)
+                self._deliver(item.chunk, item.data)
                 item.transport.give_back(item)
             else:
-                self._serve(*item)
+                self._serve(*item, is_last=not request)
 
-    def _take(self) -> Offer | tuple[Chunk, int] | None:
-        """The next offer or chunk to work on. Waits for one; returns None when no more can come."""
+    def _take(self, request: deque[Chunk]) -> Offer | tuple[Chunk, int] | None:
+        """The next offer, or chunk of the `request` or of a new one, to work on. Waits for one; returns None when no
+        more can come."""
         with self._changed:
             while not self._stopped:
                 if self._offers:
                     self._num_offers -= 1
                     return self._offers.popleft()
-                if self._free and not self._exhausted and self._num_begun < self._num_readers:
-                    chunk = next(self._chunks, None)
-                    if chunk is not None:
+                if self._free:
+                    if not request:
+                        request += self._begun()
+                    if request:
+                        chunk = request.popleft()
                         return chunk, self._lend(chunk)
-                    self._exhausted = True
-                    self._chunks = iter(())  # the old iterator may refer to this object and would keep its buffers
-                if self._exhausted and not self._num_offers and not self._lent:
+                if self._exhausted and not (request or self._num_offers or self._lent):
                     self._changed.notify_all()
                     break
                 self._changed.wait()
         return None
 
+    def _begun(self) -> Sequence[Chunk]:
+        """The chunks of the next request; none where enough requests are in progress, or all are begun."""
+        if self._exhausted or self._num_begun == self._num_readers:
+            return ()
+        request = next(self._requests, ())
+        if request:
+            self._num_begun += 1
+        else:
+            self._exhausted = True
+            self._requests = iter(())  # the old iterator may refer to this object and would keep its buffers
+        return request
+
     def _lend(self, chunk: Chunk) -> int:
         """Take a free buffer for a chunk."""
-        self._num_begun += 1
         if chunk.origin is None:
             self._open.add(chunk.file)
             self._num_reading += 1
@@ -230,55 +247,38 @@ class ChunkReading:
         self._lent[buffer] = chunk.num_borrowers + 1
         return buffer
 
-    def _serve(self, chunk: Chunk, buffer: int) -> None:
+    def _serve(self, chunk: Chunk, buffer: int, *, is_last: bool) -> None:
         data = self._buffers[buffer][: chunk.stop - chunk.start]
-        if len(data) < chunk.stop - chunk.start:
-            self._stream(chunk, data)
-        elif chunk.origin is None:
-            data = self._read(chunk, chunk.start, data)
+        if chunk.origin is None:
+            data = self._read(chunk, data)
         else:
             self._prepare(data)
             chunk.origin.transport.bring(chunk.origin.rank, chunk.number, data)
         for route in chunk.routes:
             route.transport.pass_on(route.ranks, chunk.number, buffer, data)
-        if len(data) == chunk.stop - chunk.start:
-            self._deliver(chunk, chunk.start, data)
+        self._deliver(chunk, data)
         was_last = chunk.origin is None and chunk.file.was_read()
         with self._changed:
-            self._num_begun -= 1
+            self._num_begun -= is_last
             if was_last:
                 self._open.discard(chunk.file)
         self.given_back(buffer)
 
-    def _stream(self, chunk: Chunk, buffer: Bytes) -> None:
-        """Read a chunk that is larger than `buffer` by one request, and verify and deliver it in parts."""
-        assert chunk.origin is None, "other ranks bring whole chunks"
-        assert not chunk.routes, "other ranks take whole chunks"
+    def _read(self, chunk: Chunk, buffer: Bytes) -> Bytes:
+        """Read and verify a chunk, into `buffer` unless the file is in memory and no rank borrows the buffer."""
         file = chunk.file.open()
-        if isinstance(file.reader, StreamingReader):
-            file.reader.expect(file.data_start + chunk.start, file.data_start + chunk.stop)
-        for start in range(chunk.start, chunk.stop, len(buffer)):
-            if self._stopped:
-                return
-            if start > chunk.start:
-                with self._changed:
-                    self._num_reading += 1
-            self._deliver(chunk, start, self._read(chunk, start, buffer[: chunk.stop - start]))
-
-    def _read(self, chunk: Chunk, first: int, buffer: Bytes) -> Bytes:
-        """Read and verify the bytes of a chunk from `first` on, into `buffer` unless the file is in memory and no rank
-        borrows the buffer."""
-        file = chunk.file.open()
-        start = file.data_start + first
+        start = file.data_start + chunk.start
         if file.reader.memory is None or chunk.num_borrowers:
             data = buffer
             self._prepare(data)
+            if chunk.expects and isinstance(file.reader, StreamingReader):
+                file.reader.expect(start, file.data_start + chunk.expects)
             file.reader.read_at(start, data)
         else:
             data = file.reader.memory[start : start + len(buffer)]
         with self._changed:
             self._num_reading -= 1
-        verify_s = self._verify(file, first, data)
+        verify_s = self._verify(file, chunk.start, data)
         with self._changed:
             self.verify_s += verify_s
             self.bytes_read += len(data)
@@ -294,13 +294,13 @@ class ChunkReading:
             raise self._on_corrupt(file, bad[0])
         return time.perf_counter() - start_s
 
-    def _deliver(self, chunk: Chunk, start: int, data: Bytes) -> None:
+    def _deliver(self, chunk: Chunk, data: Bytes) -> None:
         with self._changed:
             if self._stopped:
                 return
             self._num_delivering += 1
         try:
-            chunk.file.deliver(start, data)
+            chunk.file.deliver(chunk.start, data)
         finally:
             self._delivered()
 
@@ -309,3 +309,26 @@ class ChunkReading:
             self._num_delivering -= 1
             if self._stopped:
                 self._changed.notify_all()
+
+
+def _requests(chunks: Iterable[Chunk], nbytes: int) -> Iterator[Sequence[Chunk]]:
+    """Divide chunks into requests of up to `nbytes`, at least one chunk each. Chunks of a request follow each other in
+    a file that this process reads."""
+    request: list[Chunk] = []
+    for chunk in chunks:
+        if request and not (_continues(request[-1], chunk) and chunk.stop - request[0].start <= nbytes):
+            yield _expecting(request)
+            request = []
+        request.append(chunk)
+    if request:
+        yield _expecting(request)
+
+
+def _continues(before: Chunk, chunk: Chunk) -> bool:
+    is_read = before.origin is None and chunk.origin is None
+    return is_read and before.file is chunk.file and before.stop == chunk.start
+
+
+def _expecting(request: Sequence[Chunk]) -> Sequence[Chunk]:
+    """The chunks of a request, of which the first says where it ends."""
+    return request if len(request) == 1 else [request[0]._replace(expects=request[-1].stop), *request[1:]]

@@ -19,15 +19,20 @@ class ReadStats(NamedTuple):
 
 
 def read_files(
-    jobs: Iterable[ReadJob], *, pool: BufferPool, on_corrupt: OnCorrupt, num_threads: int = NUM_THREADS
+    jobs: Iterable[ReadJob],
+    *,
+    pool: BufferPool,
+    on_corrupt: OnCorrupt,
+    num_threads: int = NUM_THREADS,
+    request_nbytes: int = 0,
 ) -> ReadStats:
     """Read and deliver the extents of `jobs`, in their order. Blocks until all bytes are delivered.
 
     Extents are widened to whole 1 MiB blocks (to 4096 bytes where nothing is verified), merged, and read in requests
-    of at most one buffer. Blocks are verified before they are delivered; a block that fails raises the error that
-    `on_corrupt` makes. The first error ends everything promptly, with part of the bytes delivered. `jobs` is consumed
-    as reading proceeds, and few files are open at a time. Takes one buffer per thread from `pool`. Calls may share
-    a pool that has buffers for all of them.
+    of one buffer, or of several up to `request_nbytes`. Blocks are verified before they are delivered; a block that
+    fails raises the error that `on_corrupt` makes. The first error ends everything promptly, with part of the bytes
+    delivered. `jobs` is consumed as reading proceeds, and few files are open at a time. Takes one buffer per thread
+    from `pool`. Calls may share a pool that has buffers for all of them.
     """
     needed: list[int] = []
 
@@ -40,7 +45,7 @@ def read_files(
                 yield Chunk(0, target, start, stop)
 
     with pool.buffers(num_threads) as buffers:
-        reading = ChunkReading(chunks(), buffers, on_corrupt, num_readers=num_threads)
+        reading = ChunkReading(chunks(), buffers, on_corrupt, num_readers=num_threads, request_nbytes=request_nbytes)
         reading.run()
     return ReadStats(reading.bytes_read, sum(needed))
 

@@ -57,7 +57,8 @@ def stored_digests(
 
         job = ReadJob(data_nbytes, opened, [Extent(0, data_nbytes)], take, verify=False)
         with pipeline_pool() as pool:
-            read_files([job], pool=pool, on_corrupt=_not_compared)
+            request_nbytes = storage.capabilities.request_nbytes
+            read_files([job], pool=pool, on_corrupt=_not_compared, request_nbytes=request_nbytes)
     return b"".join(digests[offset] for offset in sorted(digests)), b"".join(part.tobytes() for part in held)
 
 

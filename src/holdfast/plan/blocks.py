@@ -17,7 +17,7 @@ from holdfast.geometry import Int64s
 from holdfast.plan.exchange import Bools
 from holdfast.plan.requirements import WantedKind
 
-#: Largest size of one read request, where ranks read for each other.
+#: Largest size of one read request, where nodes read for each other.
 REQUEST_NBYTES = 2 << 20
 #: Most offsets of pieces and blocks that are in memory at once.
 _AT_ONCE = 1 << 22

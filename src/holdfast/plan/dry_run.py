@@ -110,7 +110,8 @@ def traffic(
 ) -> Traffic:
     """The traffic of a load of tensors `held` on a mesh of all ranks, where rank ``r`` is on node ``node_of[r]``.
 
-    A rank that is alone on its node reads by requests of up to `request_nbytes`, where that is more than others use.
+    A node that reads for itself does so by requests of up to `request_nbytes`, where that is more than nodes use that
+    read for each other. Ranks that share a node may divide a request between them, which is not counted.
     """
     requirements = ReadRequirements(files, mesh_shape, node_of)
     for name, how in held.items():
@@ -118,9 +119,7 @@ def traffic(
         for part in as_stored(name, stored).parts if parts is None else parts:
             if part.source is not None:
                 requirements.add(how, stored.shape, part, part.source)
-    are_alone = len(np.unique(node_of)) == len(node_of)
-    apart_nbytes = request_nbytes if are_alone else 0
-    reading = count_blocks(files, requirements.wants(), requirements.members(), apart_nbytes=apart_nbytes)
+    reading = count_blocks(files, requirements.wants(), requirements.members(), apart_nbytes=request_nbytes)
     return Traffic(requirements.needed(), reading)
 
 

@@ -20,6 +20,8 @@ from holdfast.geometry import Int64s
 from holdfast.options import check_positive
 
 Bools = npt.NDArray[np.bool_]
+#: Requests that each rank of a node gets before they become larger than a chunk, so that all have as much to read.
+_MIN_REQUESTS = 4
 
 
 class Seconds(NamedTuple):
@@ -100,16 +102,26 @@ class Chunks:
         return [self.ranks[index] for index in np.flatnonzero(self.wanted[chunk]).tolist() if index != leader]
 
 
-def divide_reads(ranks: Sequence[int], needs: Sequence[Int64s], *, chunk_nbytes: int, first_file: int = 0) -> Chunks:
+def divide_reads(
+    ranks: Sequence[int],
+    needs: Sequence[Int64s],
+    *,
+    chunk_nbytes: int,
+    request_nbytes: int = 0,
+    first_file: int = 0,
+) -> Chunks:
     """Plan the reads of a node that reads all it needs by itself: chunks of at most `chunk_nbytes` for its `ranks`.
 
     Reading begins with `first_file` (nodes begin with different files), and after the last file continues with the
-    first. Among the ranks that need some of a chunk, the one with the least to read leads.
+    first. Among the ranks that need some of a chunk, the one with the least to read leads. It leads the chunks that
+    follow it, too, up to `request_nbytes`, so that it can read them by one request.
     """
     files, starts, stops = _divided(needs, chunk_nbytes, first_file)
     wanted = _wanted(files, starts, stops, needs)
-    leaders = _least_loaded(wanted, stops - starts)
     count = len(files)
+    width = min(request_nbytes // chunk_nbytes, count // (len(ranks) * _MIN_REQUESTS))
+    follows = (files[1:] == files[:-1]) & (starts[1:] == stops[:-1]) & (wanted[1:] == wanted[:-1]).all(axis=1)
+    leaders = _least_loaded(wanted, stops - starts, _in_groups(follows, max(width, 1)))
     none = np.full(count, -1, np.int64)
     return Chunks(tuple(ranks), np.arange(count), files, starts, stops, leaders, wanted, none, ((),) * count)
 
@@ -219,13 +231,25 @@ def _touched(files: Int64s, starts: Int64s, stops: Int64s, runs: Int64s) -> Bool
     return found
 
 
-def _least_loaded(wanted: Bools, sizes: Int64s) -> Int64s:
+def _in_groups(follows: Bools, width: int) -> Int64s:
+    """The first of the group of each chunk: groups are up to `width` chunks of which each but the first `follows` the
+    one before."""
+    numbers = np.arange(len(follows) + 1)
+    runs = np.maximum.accumulate(np.where(np.r_[False, follows], 0, numbers))
+    return numbers - (numbers - runs) % width
+
+
+def _least_loaded(wanted: Bools, sizes: Int64s, groups: Int64s) -> Int64s:
+    """The leader of each chunk; those of one group have the same."""
     alone = np.where(wanted.sum(axis=1) == 1, wanted.argmax(axis=1), -1) if wanted.size else np.zeros(0, np.int64)
     leaders = alone.tolist()
     # Count the chunks that only one rank wants first, wherever they lie, so that the shared ones balance them.
     load = [int(sizes[alone == rank].sum()) for rank in range(wanted.shape[1])]
     for chunk in np.flatnonzero(alone < 0).tolist():
-        leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)
+        if groups[chunk] == chunk:
+            leaders[chunk] = min(np.flatnonzero(wanted[chunk]).tolist(), key=load.__getitem__)
+        else:
+            leaders[chunk] = leaders[groups[chunk]]
         load[leaders[chunk]] += int(sizes[chunk])
     return np.asarray(leaders, np.int64)
 
